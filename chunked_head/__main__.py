@@ -1,7 +1,7 @@
 """``python -m chunked_head``: commands that print the plan of a call, what ``patch_model`` would do to a model, and the
 state of an installation.
 
-Exit codes: 0: done. 1: the doctor's self-test failed. 2: bad input, with a line on the error stream.
+Exit codes: 0 for success, 1 if the doctor's self-test failed, 2 for bad input, with a line on the error stream.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from .plan.plans import Plan, Section, as_text, facts, sections
 from .stores import backend_of
 from .stores.backend import has_triton
 
-Report = tuple[dict[str, Any], list[Section]]  # a command's result: a record for JSON, and sections of text
+Report = tuple[dict[str, Any], list[Section]]  # result of a command: a record for JSON, and sections of text
 PROGRAM = "chunked-head" if Path(sys.argv[0]).stem == "chunked-head" else "python -m chunked_head"
 NO_GPU = "cpu: torch sees no GPU here; --device H100 or another card's name plans for that"
 NO_DTYPE = "bfloat16: the configuration names none; --dtype fp32 is for a model in float32"
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser().parse_args(arguments))
     command, run, as_json = (options.pop(name) for name in ("command", "run", "json"))
     try:
-        record, report_sections = run(**options)
+        record, report_sections = run(**options)  # a ``Report``
     except (TypeError, ValueError) as error:
         print(f"{PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The parser of all commands. It stores the function of a command as ``run``."""
+    """The parser of the arguments of all commands. The parsed ``run`` is the function of the command."""
     program = Parser(prog=PROGRAM, description="The head of a language model without its logits: tools.")
     program.add_argument(
         "--version", action="version", version=f"chunked_head {library_version()}, torch {torch.__version__}"
@@ -85,8 +85,8 @@ def parser() -> Parser:
     for size_name in ("--hidden", "--vocab"):
         add_plan(size_name, **int_argument, required=True)
     add_plan("--dtype", **dtype_argument, default="bf16", help="of the matmuls (default: bf16)")
-    loss_names = f"summed, default cross_entropy: {', '.join(LOSSES)}"
-    add_plan("--loss", nargs="+", default=["cross_entropy"], choices=LOSSES, metavar="NAME", help=loss_names)
+    loss_help = f"summed, default cross_entropy: {', '.join(LOSSES)}"
+    add_plan("--loss", nargs="+", default=["cross_entropy"], choices=LOSSES, metavar="NAME", help=loss_help)
     add_plan("--softcap", type=float, metavar="X")
     add_plan("--teacher-k", **int_argument, default=0, help="ids per token of a top-K teacher")
     add_plan("--teacher-hidden", **int_argument, help="hidden size of a dense teacher")
@@ -98,25 +98,28 @@ def parser() -> Parser:
     add_explain("--tokens", **tokens_argument, default=8192, help="to plan for (default: 8192)")
     add_explain("--dtype", **dtype_argument, help="of the parameters (default: the configuration's, else bf16)")
     add_explain("--autocast", **dtype_argument, help="of torch.autocast, where the model trains under it")
-    device_names = (
+    device_help = (
         f"cuda, cpu, or a GPU that need not be there: a card such as H100, L40S or RTX 4090, or {', '.join(GPUS)}"
     )
     for add_argument in (add_plan, add_explain):
-        add_argument("--device", metavar="NAME", help=f"{device_names} (default: the GPU, else the CPU)")
+        add_argument("--device", metavar="NAME", help=f"{device_help} (default: the GPU, else the CPU)")
         add_argument("--memory-budget", metavar="SIZE", help="such as 1GiB: of all but the gradients")
     command("doctor", run_doctor, "Versions, the GPU, the path that calls take, and a self-test with its figures.")
     return program
 
 
 def library_version() -> str:
-    """Version of the package as imported: that of a checkout, if one is imported in place of an installed package."""
+    """Version of the imported package, which may be a checkout while another version is installed."""
     return str(sys.modules["chunked_head"].__version__)
 
 
 def token_count(text: str) -> int:
-    """A number of tokens, such as 8192, 8k or 1m."""
+    """The number of tokens that ``text`` writes as 8192, 8k or 1m. ArgumentTypeError for any other text."""
     factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
-    return int(text if factor == 1 else text[:-1]) * factor
+    try:
+        return int(text if factor == 1 else text[:-1]) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number such as 8192, 8k or 1m, got {text!r}") from None
 
 
 def run_plan(dtype: str, loss: list[str], verbose: bool, **sizes: Any) -> Report:
@@ -148,9 +151,9 @@ def run_explain(model: str, dtype: str | None, autocast: str | None, **options: 
 
 
 def hollow_model(source: str, dtype: torch.dtype | None) -> tuple[Any, bool]:
-    """Returns a model of transformers on the meta device, made from its configuration, and whether the configuration or
-    ``dtype`` names its dtype. Without a name the dtype is bfloat16. ``source``: as ``MODEL`` says. ValueError if there
-    is no such model."""
+    """Returns a model of transformers on the meta device, made from its configuration; and True if ``dtype`` or the
+    configuration sets the model's dtype, False if it is bfloat16 by default. ``source``: as ``MODEL`` says. ValueError
+    if there is no such model."""
     try:
         import transformers
     except ImportError as error:
@@ -182,14 +185,14 @@ def run_doctor() -> Report:
 
 
 PACKAGES = ("triton", "numpy", "transformers", "trl", "liger-kernel")  # packages whose versions the doctor prints
-# largest relative errors of a loss and of a gradient's norm, compared with full logits in float64, by dtype. 16-bit
-# types round exponentials and the gradient
+# largest relative errors of a loss and of a gradient (its norm) against full logits in float64, by dtype. 16-bit types
+# round exponentials and the gradient
 BOUNDS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-4, 1e-2)}
 
 
 def diagnose() -> dict[str, Any]:
-    """The doctor's record: ``versions``; ``call``, facts about a call of a usual size; ``self_test`` and its
-    ``result``; ``odd``, sentences about what is unusual in the installation, each with a remedy."""
+    """The doctor's record, by name. ``versions``; ``call``: facts about a call of a usual size; ``self_test``: errors
+    and their bounds; ``result``: "pass" or a failure; ``passed``; ``odd``: sentences about what is unusual here."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     record: dict[str, Any] = {"versions": versions(device), "call": {}, "self_test": {}}
@@ -229,8 +232,8 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def unusual_facts(device: torch.device, trl_version: str) -> list[str]:
-    """Sentences about what is unusual in the installation, each with a remedy. ``trl_version``: the version of the
-    installed TRL, or a tested version."""
+    """Sentences about what is unusual in the installation, each with a remedy. ``trl_version``: version of the
+    installed TRL; a tested version if TRL is not installed."""
     has_gpu = device.type == "cuda"
     sentences = {
         "torch sees no GPU: calls run on the CPU; nvidia-smi says whether the driver sees one": not has_gpu,
@@ -245,7 +248,8 @@ def unusual_facts(device: torch.device, trl_version: str) -> list[str]:
 
 @torch.enable_grad()
 def self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """By name, a call's relative errors to float64, each the largest of three calls, and the bounds of these errors."""
+    """Errors and their bounds by name. An error is that of a loss or gradient relative to its value in float64, the
+    largest of three calls."""
     draw_options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     hidden, weight = (torch.randn(rows, 128, dtype=dtype, **draw_options) for rows in (300, 1000))
     target = torch.randint(0, 1000, (300,), **draw_options)
@@ -254,21 +258,16 @@ def self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     for operand in (hidden, weight):
         operand.requires_grad_()
     fp64_operands = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    exact_results, errors_of_calls = (
-        loss_and_gradients(F.cross_entropy(fp64_operands[0] @ fp64_operands[1].T, target), fp64_operands),
-        [],
-    )
+    exact_loss = F.cross_entropy(fp64_operands[0] @ fp64_operands[1].T, target)
+    exact_results, errors_of_calls = loss_and_gradients(exact_loss, fp64_operands), []
     for _ in range(3):
-        loss_and_grads = loss_and_gradients(
-            linear_cross_entropy(hidden, weight, target, chunk_tokens=128), (hidden, weight)
-        )
-        errors_of_calls.append(
-            [
-                float((result.double() - exact_result).norm() / exact_result.norm())
-                for result, exact_result in zip(loss_and_grads, exact_results, strict=True)
-            ]
-        )
-    loss_error, hidden_error, weight_error = torch.tensor(errors_of_calls).amax(0).tolist()  # nan where one is
+        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=128)
+        results = loss_and_gradients(loss, (hidden, weight))
+        errors_of_calls.append([
+            float((result.double() - exact_result).norm() / exact_result.norm())
+            for result, exact_result in zip(results, exact_results, strict=True)
+        ])  # fmt: skip
+    loss_error, hidden_error, weight_error = torch.tensor(errors_of_calls).amax(0).tolist()  # amax keeps a nan
     return {
         "loss_error": loss_error, "loss_bound": BOUNDS[dtype][0], "hidden_error": hidden_error,
         "weight_error": weight_error, "gradient_bound": BOUNDS[dtype][1],
@@ -276,7 +275,7 @@ def self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def loss_and_gradients(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The loss, detached, and its gradients with respect to ``inputs``."""
+    """The loss, detached, and then its gradients with respect to ``inputs``."""
     return loss.detach(), *torch.autograd.grad(loss, inputs)
 
 

@@ -4,19 +4,19 @@ A language model ends in ``logits = hidden @ weight.T`` [tokens, vocab] and a lo
 ids the logits alone take 8.4 GB in float32, and their gradient as much again. Here one chunk of them exists at a time:
 
 1. The head makes the logits of a chunk of tokens and a piece of the vocabulary.
-2. Each row of logits is reduced to a few statistics. Statistics of two pieces of the vocabulary merge into those of
-   both: pieces may be tiles of a matrix product, slices of the weight, or shards of tensor-parallel ranks.
-3. A loss is a function of statistics, one number per token in, one number per token out. Losses add up.
+2. Each row of logits is reduced to a few statistics. Statistics of two pieces of the vocabulary merge into statistics
+   of both. Pieces may be tiles of a matrix product, slices of the weight, or shards of tensor-parallel ranks.
+3. A loss is a function of statistics that returns a number per token. Losses add up.
 4. Autograd on these vectors turns any sum of losses into four coefficients per token.
 5. Statistics and coefficients turn logits into the gradient of the logits, in the memory of the logits.
-6. The loop over chunks: two more matrix products add that gradient to those of hidden states, weight and bias.
+6. The loop over chunks adds to the gradients of hidden states, weight and bias, by two more matrix products.
 
     losses = {"ce": (1.0, reference.cross_entropy), "z": (1e-4, reference.z_loss)}
     result = reference.linear_loss(hidden, weight, target, losses, chunk_tokens=1024, shards=4)
     hidden.grad, weight.grad = result.dhidden, result.dweight
 
-The file imports nothing of the package. The library computes the same faster, for more losses, as autograd Functions,
-and its tests compare it with this file in float64. ``python -m chunked_head.reference`` runs a demonstration.
+The file imports nothing of the package. The library computes the same results faster, for more losses, as autograd
+Functions. The tests compare both in float64. ``python -m chunked_head.reference`` runs a demonstration.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from torch import Tensor
 class Head(NamedTuple):
     """``x = softcap tanh(logit_scale (hidden weight^T + bias) / softcap) / temperature``; without softcap no tanh.
 
-    ``softcap``: Gemma 2, arXiv 2408.00118. Operands have the dtype of the logits: float64, or float32 for all others.
+    ``softcap``: Gemma 2, arXiv 2408.00118. Operands have the dtype of the logits: float64 for float64, else float32.
     """
 
     weight: Tensor  # [vocab, hidden]
@@ -40,12 +40,12 @@ class Head(NamedTuple):
     softcap: float | None
 
     def logits(self, hidden: Tensor, piece: slice, temperature: Tensor) -> Tensor:
-        """[chunk, piece]: logits ``x`` of ``hidden`` [chunk, hidden] for ids of ``piece``; temperature [chunk, 1]."""
+        """Logits ``x`` [chunk, piece] of ``hidden`` [chunk, hidden] for ids in ``piece``; temperature [chunk, 1]."""
         x = self.logit_scale * torch.addmm(self.bias[piece], hidden, self.weight[piece].T)
         return (x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)) / temperature
 
     def slope(self, x: Tensor, temperature: Tensor) -> Tensor:
-        """The derivative of logits ``x`` in ``hidden weight^T + bias``, by ``tanh' = 1 - tanh^2``."""
+        """Derivatives of logits ``x`` by ``hidden weight^T + bias``, of the shape of ``x`` or [chunk, 1]."""
         slope = self.logit_scale / temperature
         return slope if self.softcap is None else slope * (1 - (x * temperature / self.softcap).square())
 
@@ -64,25 +64,25 @@ class PieceStatistics(NamedTuple):
 
 def piece_statistics(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor) -> PieceStatistics:
     """Statistics of logits ``x`` [chunk, piece] of the ids ``ids`` [piece] with class weights ``omega`` [piece]."""
-    largest, column = x.max(-1)
-    largest = largest.clamp(min=torch.finfo(x.dtype).min)  # a piece of -inf has no probability, rather than nan
-    e = torch.exp(x - largest[:, None])  # exponentials [chunk, piece]
+    row_max, column = x.max(-1)
+    row_max = row_max.clamp(min=torch.finfo(x.dtype).min)  # a piece of -inf has no probability, rather than nan
+    e = torch.exp(x - row_max[:, None])  # exponentials [chunk, piece]
     target_logit = torch.where(ids == target[:, None], x, 0.0).sum(-1)
-    return PieceStatistics(largest, e.sum(-1), torch.special.entr(e).sum(-1), target_logit, x @ omega, ids[column])
+    return PieceStatistics(row_max, e.sum(-1), torch.special.entr(e).sum(-1), target_logit, x @ omega, ids[column])
 
 
 def merge(a: PieceStatistics, b: PieceStatistics) -> PieceStatistics:
-    """Statistics of two pieces of the vocabulary as one piece; ``a`` has the smaller ids. The merge is associative.
+    """Statistics of the union of two pieces of the vocabulary; ``a`` has the smaller ids. The merge is associative.
 
     Sums are brought to the larger maximum (online softmax, arXiv 1805.02867). With ``f = exp(m_a - m)`` an exponential
-    ``e`` of ``a`` becomes ``f e``, and its ``-f e log(f e) = f (-e log e) + (-f log f) e``.
-    Tensor-parallel ranks send each other these vectors and merge them: six numbers per token for any vocabulary.
+    ``e`` of ``a`` becomes ``f e``, and ``-e log e`` becomes ``-f e log(f e) = f (-e log e) + (-f log f) e``.
+    Tensor-parallel ranks send these vectors to each other and merge them: six numbers per token for any vocabulary.
     """
-    largest = torch.maximum(a.max, b.max)
-    f, g = torch.exp(a.max - largest), torch.exp(b.max - largest)  # factors of the exponentials of a and of b
+    row_max = torch.maximum(a.max, b.max)
+    f, g = torch.exp(a.max - row_max), torch.exp(b.max - row_max)  # factors of the exponentials of a and of b
     entr = torch.special.entr
     return PieceStatistics(
-        max=largest,
+        max=row_max,
         sum_exp=f * a.sum_exp + g * b.sum_exp,
         sum_entr=f * a.sum_entr + entr(f) * a.sum_exp + g * b.sum_entr + entr(g) * b.sum_exp,
         target_logit=a.target_logit + b.target_logit,
@@ -92,7 +92,7 @@ def merge(a: PieceStatistics, b: PieceStatistics) -> PieceStatistics:
 
 
 class Statistics(NamedTuple):
-    """Statistics of each row of logits over the vocabulary, [chunk] each: all that losses and metrics read."""
+    """Statistics of each row of logits over the vocabulary, [chunk] each. Losses and metrics read no logits."""
 
     logprob: Tensor  # log p_y = x_y - lse, where p = softmax(x)
     lse: Tensor  # log sum_j exp(x_j)
@@ -111,14 +111,14 @@ def statistics_of(merged: PieceStatistics) -> Statistics:
 
 # ---------------------------------------------------------------- 3. losses and metrics
 Batch = Mapping[str, Tensor]  # fields of the chunk's tokens [chunk], "target" among them, and "class_weights" [vocab]
-Loss = Callable[[Statistics, Batch], Tensor]  # [chunk]: a value per token, differentiable in the statistics
+Loss = Callable[[Statistics, Batch], Tensor]  # returns a value per token [chunk], differentiable by the statistics
 Mix = Mapping[str, tuple[float, Loss]]  # losses by name, each with its coefficient
 
 
 def cross_entropy(stats: Statistics, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
     """``-(1 - s) omega_y log p_y - s / vocab sum_j omega_j log p_j``, as ``torch.nn.functional.cross_entropy``.
 
-    ``label_smoothing`` s: arXiv 1512.00567. The sum over j is ``weighted_sum - lse sum_j omega_j``.
+    s is ``label_smoothing`` (arXiv 1512.00567). The sum over j is ``weighted_sum - lse sum_j omega_j``.
     """
     omega = batch["class_weights"]
     values = -omega[batch["target"]] * stats.logprob
@@ -128,12 +128,12 @@ def cross_entropy(stats: Statistics, batch: Batch, label_smoothing: float = 0.0)
 
 
 def z_loss(stats: Statistics, batch: Batch) -> Tensor:
-    """``lse^2`` (PaLM, arXiv 2204.02311, with a coefficient of 1e-4)."""
+    """``lse^2``; PaLM (arXiv 2204.02311) has it with a coefficient of 1e-4."""
     return stats.lse.square()
 
 
 def entropy(stats: Statistics, batch: Batch) -> Tensor:
-    """``-sum_j p_j log p_j``: a bonus with a negative coefficient, a penalty with a positive one."""
+    """``-sum_j p_j log p_j``: a bonus if its coefficient is negative, a penalty if its coefficient is positive."""
     return stats.entropy
 
 
@@ -141,11 +141,11 @@ def grpo(stats: Statistics, batch: Batch, clip_low: float = 0.2, clip_high: floa
     """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with the ratio ``r = p_y / old p_y``: the clipped surrogate
     of PPO (arXiv 1707.06347) and GRPO (arXiv 2402.03300).
 
-    Fields: advantages (A), old_logprobs (without them r = 1, with the gradient of the ratio).
+    Fields: ``advantages`` A; ``old_logprobs``. Without ``old_logprobs`` r is 1 and has the gradient of log p_y.
     """
     ratio = (stats.logprob - batch.get("old_logprobs", stats.logprob.detach())).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * batch["advantages"], clipped * batch["advantages"])
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(ratio * batch["advantages"], clipped_ratio * batch["advantages"])
 
 
 METRICS: dict[str, Loss] = {  # means over the tokens that count
@@ -167,22 +167,22 @@ class Coefficients(NamedTuple):
 
 @torch.enable_grad()
 def coefficients(mix: Mix, stats: Statistics, batch: Batch, factor: Tensor) -> tuple[dict[str, Tensor], Coefficients]:
-    """Values [chunk] of each loss, and the coefficients of ``sum_t factor_t sum_l c_l l_t``, c_l the mix's numbers.
-
-    Autograd gives derivatives in the statistics. From there to the logits: ``dlogprob / dx_j = 1[j = y] - p_j``,
-    ``dlse / dx_j = p_j``, ``dentropy / dx_j = -p_j (log p_j + entropy)``, ``dweighted_sum / dx_j = omega_j``.
+    """Returns the values [chunk] of each loss l by name, and the coefficients of the gradient of
+    ``sum_t factor_t sum_l c_l l_t`` over tokens t. ``mix`` has the numbers c_l.
+    Autograd makes the derivatives by the statistics. The chain rule multiplies them by ``dlogprob / dx_j = 1[j = y] -
+    p_j``, ``dlse / dx_j = p_j``, ``dentropy / dx_j = -p_j (log p_j + entropy)``, ``dweighted_sum / dx_j = omega_j``.
     """
-    leaves = [vector.requires_grad_() for vector in stats[:4]]
+    inputs = [vector.requires_grad_() for vector in stats[:4]]
     values = {name: loss(stats, batch) for name, (_, loss) in mix.items()}
     total = torch.stack([coefficient * values[name] @ factor for name, (coefficient, _) in mix.items()]).sum()
-    d_logprob, d_lse, d_entropy, d_sum = torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
+    d_logprob, d_lse, d_entropy, d_sum = torch.autograd.grad(total, inputs, materialize_grads=True, allow_unused=True)
     alpha = d_lse - d_logprob - d_entropy * stats.entropy.detach()
     return values, Coefficients(alpha, eta=-d_entropy, beta=-d_logprob, kappa=-d_sum)
 
 
 # ---------------------------------------------------------------- 5. the gradient of the logits
 def gradient_(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor, merged: PieceStatistics, c: Coefficients) -> None:
-    """Turns logits ``x`` [chunk, piece] into their gradient in place, by one formula for every loss:
+    """Writes the gradient of logits over ``x`` [chunk, piece], by a formula that holds for every loss:
 
     ``dx_j = p_j (alpha + eta log p_j) - beta 1[j = y] - kappa omega_j``
     """
@@ -196,12 +196,12 @@ def gradient_(x: Tensor, ids: Tensor, target: Tensor, omega: Tensor, merged: Pie
 
 # ---------------------------------------------------------------- 6. the loop over chunks
 class Result(NamedTuple):
-    """Losses, metrics, and the gradients of ``loss``, each in the dtype of its operand."""
+    """Losses, metrics, and the gradients of ``loss``. A gradient has the dtype of its operand."""
 
-    loss: Tensor  # []: the sum of coefficient times part
-    parts: dict[str, Tensor]  # [] each: the losses, reduced
-    values: dict[str, Tensor]  # [tokens] each: the losses per token, 0 where a token does not count
-    metrics: dict[str, Tensor]  # [] each
+    loss: Tensor  # [] the sum of coefficient times part
+    parts: dict[str, Tensor]  # [] each: the reduced losses by name
+    values: dict[str, Tensor]  # [tokens] each: the losses per token by name, 0 where a token does not count
+    metrics: dict[str, Tensor]  # [] each: means by name
     dhidden: Tensor  # [tokens, hidden]
     dweight: Tensor  # [vocab, hidden]
     dbias: Tensor | None  # [vocab]
@@ -228,10 +228,9 @@ def linear_loss(
     chunk_tokens: int = 1024,
     shards: int = 1,  # pieces of the vocabulary
 ) -> Result:
-    """``sum_i w_i l_i / D`` of each loss over the tokens that count; their weighted sum; its gradients; and metrics.
-
-    ``D``: ``normalizer``, or if that is None the sum of the class weights of these tokens' targets, or 1 if that is 0.
-    A normalizer of 0 gives loss 0.
+    """Reduces each loss l to ``sum_i w_i l_i / D`` over the tokens i that count; adds up the reduced losses times their
+    coefficients; makes the gradients of this sum, and the means of metrics. w: ``token_weights``. D: ``normalizer``, or
+    without it the sum of the class weights of these tokens' targets, 1 if the sum is 0. A normalizer of 0 gives loss 0.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     vocab, chunk_tokens, shards = len(weight), min(chunk_tokens, len(hidden)), min(shards, len(weight))

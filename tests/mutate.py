@@ -55,7 +55,7 @@ MUTATIONS = [Mutation(*row) for row in (
     # keys of caches, each without a part
     ("key: a metric without its number of values", "chunked_head/metrics/values.py", "self.weighting, self.components, self.scope", "self.weighting, self.scope", "tests/kernels/test_vectors.py -k one_function"),
     ("key: a loss without its unit", "chunked_head/losses/base.py", "return self.key_and_numbers[0], self.unit, self.scope, self.reads_target, tuple", "return self.key_and_numbers[0], self.scope, self.reads_target, tuple", KEYS + " -k 'arithmetic and losses'"),
-    ("key: arithmetic without the fields of tokens", EVALUATE, "inputs.token_fields,\n        tuple(inputs.metric_weights),", "tuple(inputs.metric_weights),", KEYS + " -k 'arithmetic and metrics'"),
+    ("key: arithmetic without the fields of tokens", EVALUATE, "inputs.token_fields, tuple(inputs.metric_weights)", "tuple(inputs.metric_weights)", KEYS + " -k 'arithmetic and metrics'"),
     ("key: a Spec without what is returned", "chunked_head/call/spec.py", "call.outputs,\n        static_values,", "static_values,", KEYS + " -k specs"),
     ("key: a Spec without its metrics", "chunked_head/call/spec.py", "tuple([metric.signature for metric in metrics])", "len(metrics)", KEYS + " -k specs"),
     ("key: a plan without its tokens", "chunked_head/call/planning.py", "        len(tokens.targets),\n        makes_grads,", "        0,\n        makes_grads,", KEYS + " -k one_spec"),
@@ -64,7 +64,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("key: a recipe without autocast", "chunked_head/compile/recipes.py", "text_of((FORMAT_VERSION, arguments, autocast))", "text_of((FORMAT_VERSION, arguments))", KEYS + " -k recipes"),
     ("key: a user's function without the question", "chunked_head/losses/user_checks.py", "key = values_key, check_key, ", "key = values_key, ", KEYS + " -k found_out"),
     ("key: a factory without its options", "chunked_head/losses/base.py", "repr((args, options))", "repr(args)", KEYS + " -k by_their_numbers"),
-    ("key: cross-entropy without z-loss", "chunked_head/functions/cross_entropy.py", "LOSS_CACHE.get_or_make(coefficients, ", "LOSS_CACHE.get_or_make(coefficients[:1], ", KEYS + " -k by_their_numbers"),
+    ("key: cross-entropy without z-loss", "chunked_head/functions/cross_entropy.py", "LOSS_CACHE.get_or_make(numbers, ", "LOSS_CACHE.get_or_make(numbers[:1], ", KEYS + " -k by_their_numbers"),
     # PyTorch's operations
     ("sign: the target's term", TORCH, "(row_terms.target, -row_terms.beta, row_terms.target_logit)", "(row_terms.target, row_terms.beta, row_terms.target_logit)", CROSS),
     ("sign: label smoothing's term", TORCH, "gradient -= row_terms.kappa[:, None]", "gradient += row_terms.kappa[:, None]", CROSS),
@@ -94,7 +94,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("stale: a fingerprint that no call compares, by torch operations", "chunked_head/stores/quantised.py", "            if expected is not None:", "            if expected is ...:", "tests/functions/test_fp8_kept.py -k no_version"),
     ("stale: a fingerprint that no call compares, in kernels", "kernels/e4m3/quantise.py", "tl.where(prints == expected, dots, float(\"nan\"))", "dots", "tests/functions/test_fp8_kept.py -k no_version"),
     ("stale: a fingerprint without the numbers' order", "kernels/e4m3/quantise.py", "return (factor ^ (factor >> 13)) | 1", "return factor * 0 + 1", "tests/functions/test_fp8_kept.py -k fingerprints"),
-    ("shared: statistics that a user's function writes to", EVALUATE, "Stats(Copies(stats.values))", "stats", "tests/losses/test_custom_metric.py"),
+    ("shared: statistics that a user's function writes to", EVALUATE, "Stats(Copies(statistics))", "Stats(statistics)", "tests/losses/test_custom_metric.py"),
     ("shared: fields that a user's function writes to", EVALUATE, "batch.copies()", "batch", "tests/losses/test_custom_metric.py"),
     ("lost: what a call that raised has left in the caller's buffer", "chunked_head/call/sweep.py", "grads.gradient_buffer.written = True", "pass", BUFFER),
     ("name: a process group that is gone", "chunked_head/metrics/values.py", "return cls(group.group_name, GROUP_NUMBERS[group])", "return cls(group.group_name, 0)", METRICS + " -k group"),
@@ -122,8 +122,8 @@ MUTATIONS = [Mutation(*row) for row in (
     ("scale: slope of a second temperature", EVALUATE, 'slope = ratio * grads["logprob" + suffix]', 'slope = grads["logprob" + suffix]', LINEAR + " -k 'test_loss'"),
     ("swapped: the mixture's share in its gradient", SUMS, "(1.0 - beta) * tl.where(p != 0.0, ", "beta * tl.where(p != 0.0, ", LINEAR + " -k 'test_loss and jsd'"),
     ("scale: mean logit", "chunked_head/core/statistics.py", "(ratio / columns)", "(1 / columns)", LINEAR + " -k test_loss"),
-    ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "torch.where(is_zero, leaf.detach(), leaf) for", "leaf for", GRADIENTS + " -k normalizer_of_zero"),
-    ("field: a loss's own token weights", EVALUATE, '"token_weights" if name is None else name', '"token_weights"', CONTRACT),
+    ("mask: slopes of a loss by a normalizer of 0", EVALUATE, "torch.where(is_zero, vector.detach(), vector) for", "vector for", GRADIENTS + " -k normalizer_of_zero"),
+    ("field: a loss's own token weights", EVALUATE, '"token_weights" if summand.token_weights is None else summand.token_weights', '"token_weights"', CONTRACT),
     ("mean: a normalizer of 0", "chunked_head/call/objectives.py", "torch.where(denominator == 0, denominator, 1.0 / denominator) * one_or_nan", "1.0 / denominator * one_or_nan", GRADIENTS + " -k normalizer_of_zero " + CONTRACT),
     ("shift: off by one", TORCH, "values.shape[dim] - count, count))", "values.shape[dim] - count - 1, count))", CROSS + " -k shift"),
     ("shift: temperatures that stay behind", "chunked_head/call/tokens.py", 'if kind.kind == "token" and leading_dims:', 'if kind.kind == "token" and leading_dims and name != TEMPERATURE:', LOGPROBS + " -k temperature"),
@@ -159,7 +159,7 @@ MUTATIONS = [Mutation(*row) for row in (
     # metrics
     ("mean: perplexity", "chunked_head/metrics/values.py", "_mean(value_sum, count).exp()", "_mean(value_sum, count)", METRICS),
     ("mean: metrics of two micro-batches", "chunked_head/metrics/values.py", "count=a.count + b.count", "count=a.count", METRICS + " " + CONTRACT),
-    ("ranks: the largest of all ranks'", "chunked_head/metrics/values.py", "values_by_rank.amax(0)", "values_by_rank.sum(0)", METRICS + " " + RANKS),
+    ("ranks: the largest of all ranks'", "chunked_head/metrics/values.py", '"max": torch.amax', '"max": torch.sum', METRICS + " " + RANKS),
     # ranks
     ("ranks: offset of targets", "chunked_head/parallel/shard.py", "columns, last_column = target - self.local_ids.start,", "columns, last_column = target - self.local_ids.start - 1,", RANKS + " -k cross-entropy"),
     ("ranks: offset of the likeliest id", "chunked_head/parallel/shard.py", "[name].add_(self.local_ids.start)", "[name].add_(self.local_ids.start + 1)", RANKS + " -k 'cross-entropy or everything'"),

@@ -15,87 +15,92 @@ from ..metrics import Metric
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Losses and metrics, each with its view (the index of its softmax). The code of the losses' arithmetic depends
-    on the structure and on the kinds of its inputs alone."""
+    """Losses and metrics, each paired with its view: the index of its softmax in ``views``. The code of the losses'
+    arithmetic depends on the structure and on the kinds of its inputs alone."""
 
-    summands: tuple[tuple[Summand, int], ...]  # each with its view
+    summands: tuple[tuple[Summand, int], ...]
     metrics: tuple[tuple[Metric, int], ...]
     views: tuple[View, ...]
     pairing: Pairing | None
     sums: tuple[VocabularySum, ...]
-    leaves: frozenset[str]  # names of the statistics by which autograd differentiates losses
+    leaf_names: frozenset[str]  # names of the statistics by which autograd differentiates losses
     vocab: int
     temperature: float = 1.0  # temperature of the first view; the head's scale and cap are divided by it
-    teacher: Teacher | None = None  # with its temperature resolved; None there means each token's own
-    weighted: int | None = None  # index of the summand whose class weights ``weighted_sum`` takes
+    teacher: Teacher | None = None  # its ``temperature`` is a number, or None where each token has a temperature
+    weighted_index: int | None = None  # index of the summand whose class weights the statistic ``weighted_sum`` takes
     segment_metrics: tuple[tuple[Metric, int], ...] = ()  # metrics of segments, which read all tokens at once
-    beta: float | None = None  # beta of the first loss with one, which metrics of the JSD take
+    beta: float | None = None  # beta of the first loss that has a beta; metrics of the JSD take it
+
+    @property
+    def measures(self) -> tuple[tuple[Summand | Metric, int], ...]:
+        """Losses, then metrics, each with its view."""
+        return *self.summands, *self.metrics
 
     @functools.cached_property
     def split(self) -> tuple[tuple, tuple[float, ...]]:
         """Returns a key, equal for structures with the same code, and the numbers that are arguments of the code: the
         floats of options, and the ratios of further softmaxes."""
-        numbers = [number for measure, _ in (*self.summands, *self.metrics) for number in measure.key_and_numbers[1]]
+        numbers = [number for measure, _ in self.measures for number in measure.key_and_numbers[1]]
         summands = tuple([(summand.key, summand.token_weights, view) for summand, view in self.summands])
         metrics = tuple([(metric.key, view) for metric, view in self.metrics])
         softmaxes = self.views[0], split_numbers(self.views[1:], numbers), self.pairing
         sums = tuple([(s.function, s.view) for s in self.sums])
-        measures: list[tuple[Summand | Metric, int]] = [*self.summands, *self.metrics]
-        places = tuple([tuple(self.sum_vectors[pair].items()) for pair in measures])
-        return (summands, metrics, softmaxes, sums, places, self.leaves, self.vocab), tuple(numbers)
+        sum_names = tuple([tuple(self.sum_vectors[pair].items()) for pair in self.measures])
+        return (summands, metrics, softmaxes, sums, sum_names, self.leaf_names, self.vocab), tuple(numbers)
 
     @functools.cached_property
     def sum_vectors(self) -> dict[tuple[Summand | Metric, int], dict[str, str]]:
-        """For each loss and metric, at its view, the vectors of its sums over the vocabulary, by the statistics'
-        names."""
-        vectors = {s._replace(is_differentiated=False): f"sum{i}" for i, s in enumerate(self.sums)}
-        measures: list[tuple[Summand | Metric, int]] = [*self.summands, *self.metrics]
+        """For each loss and metric with its view: from the names that its function reads, such as "divergence", to
+        the names of the sums' vectors, such as "sum0"."""
+        name_by_sum = {s._replace(is_differentiated=False): f"sum{i}" for i, s in enumerate(self.sums)}
         return {
-            (measure, view): {name: vectors[s._replace(view=view)] for name, s in sums_of(measure, self.beta).items()}
-            for measure, view in measures
+            (measure, view): {
+                name: name_by_sum[s._replace(view=view)] for name, s in sums_of(measure, self.beta).items()
+            }
+            for measure, view in self.measures
         }
 
     def with_numbers(self, numbers: Iterable[Any]) -> "Structure":
-        """The structure with other numbers in place of those that ``split`` returns: floats or tensors []."""
-        floats = iter(numbers)
-        summands = tuple([(summand.with_numbers(floats), view) for summand, view in self.summands])
-        metrics = tuple([(metric.with_numbers(floats), view) for metric, view in self.metrics])
-        views = join_numbers(self.views[1:], floats)
+        """The structure with ``numbers``, floats or tensors [], in place of those that ``split`` returns."""
+        number_iterator = iter(numbers)
+        summands = tuple([(summand.with_numbers(number_iterator), view) for summand, view in self.summands])
+        metrics = tuple([(metric.with_numbers(number_iterator), view) for metric, view in self.metrics])
+        views = join_numbers(self.views[1:], number_iterator)
         return replace(self, summands=summands, metrics=metrics, views=(self.views[0], *views))
 
     @functools.cached_property
     def is_builtin(self) -> bool:
-        """True where the functions of all losses and metrics are the library's."""
-        return all(measure.is_builtin for measure, _ in (*self.summands, *self.metrics))
+        """True where all losses and metrics are the library's own."""
+        return all(measure.is_builtin for measure, _ in self.measures)
 
     @functools.cached_property
     def of_logprobs(self) -> bool:
-        """True where losses are functions of the targets' log-probabilities at the first view, and of nothing else."""
-        # of the library's losses those that read lse alone read no target, and others read a statistic beside it
+        """True where losses read only the targets' log-probabilities at the first view."""
+        # a loss of the library that reads lse, and no further statistic, reads no target
         reads_targets = all(summand.is_builtin and summand.reads_target for summand, _ in self.summands)
-        return reads_targets and self.leaves <= {"logprob", "lse"}
+        return reads_targets and self.leaf_names <= {"logprob", "lse"}
 
     @functools.cached_property
     def values_only(self) -> "Structure":
-        """The structure for values alone, whose arithmetic makes no coefficients."""
-        return replace(self, leaves=frozenset())
+        """The structure of an arithmetic that makes values and no coefficients."""
+        return replace(self, leaf_names=frozenset())
 
     @functools.cached_property
     def widths(self) -> list[int]:
-        """Number of values per token of each summand and metric; 0 for values per segment or pair."""
-        return [measure.width for measure, _ in (*self.summands, *self.metrics)]
+        """For each summand and metric the number of values per token; 0 if its values are per segment or pair."""
+        return [measure.width for measure, _ in self.measures]
 
 
 def structure_of(
     losses: Losses,
     metrics: Sequence[Metric],
-    temperature: float | None,  # the call's; None where each token has its own
+    temperature: float | None,  # the call's temperature; None where each token has a temperature
     vocab: int,
-    columns: int = 0,  # K of teacher_ids
+    columns: int = 0,  # K of ``teacher_ids`` [..., K]
     teacher_vocab: int | None = None,  # number of a dense teacher's ids
 ) -> tuple[Structure, Demand]:
-    """Groups losses and metrics by softmax; returns the groups and the statistics that they need. ValueError for more
-    softmaxes, teachers or class weights than one call can have."""
+    """Returns the ``Structure`` of losses and metrics, and the ``Demand``: the statistics that they need. ValueError
+    for more softmaxes, teachers or class weights than a call can have."""
     summands = [summand for _, summand in losses.terms]
     measures: list[Summand | Metric] = [*summands, *metrics]
     for kind, labels in (
@@ -104,18 +109,18 @@ def structure_of(
     ):
         if repeated_labels := sorted({label for label in labels if labels.count(label) > 1}):
             raise ValueError(f"two of the {kind} are called {repeated_labels[0]!r}; give one of them another name=")
-    is_per_token, temperature = temperature is None, 1.0 if temperature is None else temperature
+    has_token_temperatures, temperature = temperature is None, 1.0 if temperature is None else temperature
     tempered_labels = [measure.label for measure in measures if measure.temperature is not None]
-    if is_per_token and tempered_labels:
+    if has_token_temperatures and tempered_labels:
         raise ValueError(
             f"{tempered_labels[0]} has a temperature of its own, and the call one per token, which goes for all its "
             "losses and metrics; leave out one of them, or make two calls"
         )
-    has_fewer_ids = teacher_vocab is not None and teacher_vocab < vocab
+    has_smaller_teacher = teacher_vocab is not None and teacher_vocab < vocab
     dense_summands = [summand for summand in summands if summand.teacher is not None]
 
     def softmax_of(measure: Summand | Metric) -> tuple[float, int | None]:
-        """Returns the temperature of the softmax that ``measure`` reads, and its number of ids; None: all ids."""
+        """Returns the temperature of the softmax that ``measure`` reads, and the softmax's number of ids; None: all."""
         if isinstance(measure, Metric) and measure.needs & set(DENSE_STATISTICS):
             name = f"metrics.{measure.kind}"
             if not dense_summands:
@@ -126,7 +131,7 @@ def structure_of(
                     f"{name} sees the softmaxes of losses.{dense_summands[0].kind}; leave out its temperature"
                 )
             measure = dense_summands[0]
-        has_teacher_ids = has_fewer_ids and isinstance(measure, Summand) and measure.teacher is not None
+        has_teacher_ids = has_smaller_teacher and isinstance(measure, Summand) and measure.teacher is not None
         return measure.temperature or temperature, teacher_vocab if has_teacher_ids else None
 
     measure_softmaxes = list(dict.fromkeys(map(softmax_of, measures))) or [(temperature, None)]
@@ -139,10 +144,10 @@ def structure_of(
         raise ValueError(
             "a call has at most two softmaxes, over different temperatures or vocabularies; these losses and metrics "
             f"ask for temperatures {', '.join(f'{t:g}' for t in dict.fromkeys(t for t, _ in softmaxes))}"
-            + (" and for the vocabulary shared with the teacher besides" if has_fewer_ids else "")
+            + (" and for the vocabulary shared with the teacher besides" if has_smaller_teacher else "")
             + "; split them over two calls"
         )
-    views = tuple(View(first_softmax[0] / t, columns) for t, columns in softmaxes)
+    views = tuple(View(first_softmax[0] / t, id_count) for t, id_count in softmaxes)
     summand_views = [(summand, softmaxes.index(softmax_of(summand))) for summand in summands]
     metric_views = [(metric, softmaxes.index(softmax_of(metric))) for metric in metrics]
 
@@ -151,30 +156,30 @@ def structure_of(
         leaf_names |= {name + SUFFIX[view] for name in ("logprob", "lse")}
         sloped_statistics = [s for s in OF_LOSSES if s.slopes is not None and not summand.needs.isdisjoint(s.words)]
         leaf_names |= {vectors_at(s, view)[0] for s in sloped_statistics}
-    words = {(name, view) for measure, view in (*summand_views, *metric_views) for name in measure.needs}
-    needed_names = {name for name, _ in words}
+    needed_pairs = {(name, view) for measure, view in (*summand_views, *metric_views) for name in measure.needs}
+    needed_names = {name for name, _ in needed_pairs}
     shared_columns = vocab if teacher_vocab is None else min(vocab, teacher_vocab)
     betas = [summand.teacher.beta for summand in dense_summands if summand.teacher is not None]
     beta = next((b for b in betas if b is not None), None)
     sums = all_sums(summand_views, metric_views, beta)
     leaf_names |= {f"sum{i}" for i, s in enumerate(sums) if s.is_differentiated}
-    softmax_temperatures = [None if is_per_token else t for t, _ in softmaxes]
+    softmax_temperatures = [None if has_token_temperatures else t for t, _ in softmaxes]
     teacher, pairing = pair_up(
         summand_views, (TOP,) if "teacher_argmax" in needed_names else (), sums, shared_columns, softmax_temperatures
     )
     token_metrics, segment_metrics = (
-        tuple([pair for pair in metric_views if (pair[0].scope == "token") == local]) for local in (True, False)
+        tuple([pair for pair in metric_views if (pair[0].scope == "token") is is_token]) for is_token in (True, False)
     )
     structure = Structure(
         tuple(summand_views), token_metrics, views, pairing, sums, frozenset(leaf_names), vocab, first_softmax[0],
-        teacher, smoothing_weights(summands, needed_names), segment_metrics, beta,
+        teacher, smoothing_index(summands, needed_names), segment_metrics, beta,
     )  # fmt: skip
     fields = {name: FIELDS[name] for measure in measures for name in measure.fields if name in FIELDS}
     # an int field takes 16 bytes per token: the ids, and a copy with -1 for ids out of range
     bytes_by_type = {"float": 4, "int": 16, "bool": 1}
     demand = Demand(
         views=views,
-        statistics=needed(words, len(views)),
+        statistics=needed(needed_pairs, len(views)),
         lists=lists_of(needed_names, columns, 0),
         pairing=pairing,
         sums=sums,
@@ -190,8 +195,8 @@ def structure_of(
 
 
 def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, VocabularySum]:
-    """The sums over the vocabulary that a loss or metric reads, by name. ``beta``: the mixture's weight in the JSD
-    of the call's losses, which a metric reads; None without a JSD."""
+    """The sums over the vocabulary that a loss or metric reads, by name. ``beta``: the weight of the teacher in the
+    JSD of the call's losses, which metrics of the JSD take; None without a JSD."""
     if isinstance(measure, Summand):
         return dict(measure.sums)
     divergences = {name: DIVERGENCES[name] for name in sorted(measure.needs) if name in DIVERGENCES}
@@ -214,49 +219,50 @@ def all_sums(
     for measure, view in measures:
         for vocab_sum in sums_of(measure, beta).values():
             sum_at_view = vocab_sum._replace(view=view)
-            sloped = isinstance(measure, Summand) and vocab_sum.function.total is not None
-            is_differentiated_by_sum[sum_at_view] = is_differentiated_by_sum.get(sum_at_view, False) or sloped
-    return tuple([s._replace(is_differentiated=sloped) for s, sloped in is_differentiated_by_sum.items()])
+            is_sloped = isinstance(measure, Summand) and vocab_sum.function.total is not None
+            is_differentiated_by_sum[sum_at_view] = is_differentiated_by_sum.get(sum_at_view, False) or is_sloped
+    return tuple([s._replace(is_differentiated=is_sloped) for s, is_sloped in is_differentiated_by_sum.items()])
 
 
 def pair_up(
     summand_views: list[tuple[Summand, int]],
     statistics: tuple[Statistic, ...],  # of the teacher's logits
     sums: Sequence[VocabularySum],
-    columns: int,
-    temperatures: Sequence[float | None],
+    columns: int,  # number of ids that student and teacher share
+    temperatures: Sequence[float | None],  # of the call's softmaxes; None: each token has a temperature
 ) -> tuple[Teacher | None, Pairing | None]:
-    """Returns the dense teacher of a call, and the student's softmax that it is paired with; (None, None) without a
-    dense teacher. ValueError for two different teachers."""
-    dense = {summand.label: (summand.teacher, view) for summand, view in summand_views if summand.teacher is not None}
-    if not dense:
+    """Returns the dense teacher of a call, and the ``Pairing`` of this teacher with a softmax of the student; (None,
+    None) without a dense teacher. ValueError for two different teachers."""
+    dense_views = [(summand, view) for summand, view in summand_views if summand.teacher is not None]
+    if not dense_views:
         return None, None
-    kinds = set[tuple[Teacher, int]]()
-    for dense_teacher, view in dense.values():
-        resolved = temperatures[view] if dense_teacher.temperature is None else dense_teacher.temperature
-        kinds.add((dense_teacher._replace(temperature=resolved, beta=None), view))
-    if len(kinds) > 1:
+    teachers_and_views = set[tuple[Teacher, int]]()
+    for summand, view in dense_views:
+        assert summand.teacher is not None
+        temperature = temperatures[view] if summand.teacher.temperature is None else summand.teacher.temperature
+        teachers_and_views.add((summand.teacher._replace(temperature=temperature, beta=None), view))
+    if len(teachers_and_views) > 1:
         raise ValueError(
-            f"losses {', '.join(dense)} see the dense teacher at different temperatures or scales; give them the same, "
-            "or make two calls"
+            f"losses {', '.join(summand.label for summand, _ in dense_views)} see the dense teacher at different "
+            "temperatures or scales; give them the same, or make two calls"
         )
-    ((teacher, view),) = kinds
-    # a user's loss of the sums may have a gradient that waits for them, whatever the slopes of the sums are
+    ((teacher, view),) = teachers_and_views
+    # the gradient of a user's loss may depend on the sums, whatever the slopes of the sums are
     sums_come_last = all(s.function.is_early and s.function.is_paired for s in sums)
     sums_come_last = sums_come_last and all(summand.kind != "custom" for summand, _ in summand_views)
     return teacher, Pairing(view, columns, statistics, sums_come_last)
 
 
-def smoothing_weights(summands: Sequence[Summand], names: set[str]) -> int | None:
-    """Index of the summand whose class weights the statistic ``weighted_sum`` takes; None if nothing reads that
-    statistic. ValueError for two different class weights."""
-    weighted = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
-    if not weighted:
+def smoothing_index(summands: Sequence[Summand], names: set[str]) -> int | None:
+    """Index of the summand whose class weights the statistic ``weighted_sum`` takes; None if no summand reads
+    ``weighted_sum``. ``names``: statistics that losses and metrics need. ValueError for two different class weights."""
+    smoothing_indices = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
+    if not smoothing_indices:
         return None
-    first_weights = summands[weighted[0]].tensors["class_weights"]
-    if "mean_logit" in names or any(summands[i].tensors["class_weights"] is not first_weights for i in weighted):
+    class_weights = [summands[i].tensors["class_weights"] for i in smoothing_indices]
+    if "mean_logit" in names or any(weights is not class_weights[0] for weights in class_weights):
         raise ValueError(
-            f"{summands[weighted[0]].label} smooths over class weights, and a call sums its logits with one set of "
-            "weights: losses and metrics that smooth with others, or need the mean logit, go into another call"
+            f"{summands[smoothing_indices[0]].label} smooths over class weights, and a call sums its logits with one "
+            "set of weights: losses and metrics that smooth with others, or need the mean logit, go into another call"
         )
-    return weighted[0]
+    return smoothing_indices[0]

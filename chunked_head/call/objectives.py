@@ -112,9 +112,9 @@ def fields_of(
     column_sets = tokens.column_sets
     teacher_ids = tokens.fields.get("teacher_ids") if demand.lists else None
     class_weights = None
-    if structure.weighted is not None:
+    if structure.weighted_index is not None:
         # a copy: the caller may change it before backward reads it
-        weights = tokens.call.losses.terms[structure.weighted][1].tensors["class_weights"]
+        weights = tokens.call.losses.terms[structure.weighted_index][1].tensors["class_weights"]
         class_weights = weights.detach().to(one_or_nan.dtype, copy=True).contiguous()
     if demand.columns_only and teacher_ids is not None and len(teacher_ids):
         column_sets = ColumnSets.columns_of(teacher_ids)

@@ -60,7 +60,7 @@ def inputs_of(work: Any, hidden: Tensor, head: Head) -> list[Tensor | None]:
     if isinstance(objective, LossObjective):
         inputs = objective.inputs
         tensors += [inputs.summand_factors, *inputs.fields.values(), *inputs.metric_weights.values()]
-        tensors += [tensor for tensors_by_name in inputs.tensors for tensor in tensors_by_name.values()]
+        tensors += [tensor for tensors_by_name in inputs.summand_tensors for tensor in tensors_by_name.values()]
     elif work.plan.has_unit_rows:
         tensors.append(objective.unit_slopes)
     return tensors if work.gradient_buffer is None else [*tensors, work.gradient_buffer.buffer]

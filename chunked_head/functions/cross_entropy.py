@@ -86,10 +86,10 @@ def linear_cross_entropy(
             other than 0, or a 0-d tensor. Gradients are multiplied by it before they are rounded. With another upstream
             gradient they are correct too, up to that rounding.
         parallel: a ``TokenParallel``: ranks hold different tokens of one batch. The loss is this rank's share, with the
-            D of all ranks' tokens: the ``all_reduce(SUM)`` of the losses, and of the weight's gradients, is that of the
-            whole batch; with ``average=True`` their mean is. Or a ``VocabParallel``: ranks hold different rows of the
-            head; with its ``tokens=``, groups of ranks hold different tokens too.
-        options: the keyword arguments above that are not in the signature, and those of ``chunked_head.Execution``,
+            D of all ranks' tokens. The sum of all ranks' losses (or of their gradients of the weight) is the loss (or
+            gradient) of the whole batch; with ``average=True`` their mean is. Or a ``VocabParallel``: ranks hold
+            different rows of the head; with its ``tokens=``, groups of ranks hold different tokens too.
+        options: the keyword arguments above that are not in the signature, and options of ``chunked_head.Execution``,
             which say how the call runs: ``memory_budget``, ``chunk_tokens``, ``accumulate_into`` and others.
 
     Returns:
@@ -117,12 +117,12 @@ def linear_cross_entropy(
 def unweighted_loss(label_smoothing: float, z_loss: float) -> Losses:
     """The cross-entropy without class weights, plus ``z_loss`` times the z-loss. Calls with equal numbers get the same
     object. TypeError or ValueError for wrong numbers."""
-    coefficients = label_smoothing, z_loss
-    loss = LOSS_CACHE.get(coefficients) if type(label_smoothing) is type(z_loss) is float else None
+    numbers = label_smoothing, z_loss
+    loss = LOSS_CACHE.get(numbers) if type(label_smoothing) is type(z_loss) is float else None
     if loss is None:
         check_options({"label_smoothing": label_smoothing, "z_loss": z_loss})
-        coefficients = float(label_smoothing), float(z_loss)
-        loss = LOSS_CACHE.get_or_make(coefficients, lambda: cross_entropy_with_z_loss(*coefficients))
+        numbers = float(label_smoothing), float(z_loss)
+        loss = LOSS_CACHE.get_or_make(numbers, lambda: cross_entropy_with_z_loss(*numbers))
     return loss
 
 
@@ -132,31 +132,31 @@ def cross_entropy_with_z_loss(label_smoothing: float, z_loss: float) -> Losses:
 
 
 def z_loss_term(z_loss: float) -> Losses:
-    """``z_loss`` times the z-loss; an empty sum for 0."""
+    """``z_loss`` times the z-loss; a sum without losses if ``z_loss`` is 0."""
     return z_loss * losses.z_loss() if z_loss else NO_LOSSES
 
 
 def with_class_weights(
     call: Call[Tensor], label_smoothing: float, z_loss: float, class_weights: Tensor | None
 ) -> Call[Tensor]:
-    """The call, on hidden states or logits, whose cross-entropy has these class weights; unchanged if they are None."""
+    """The call with a cross-entropy that has ``class_weights``, or the call unchanged if ``class_weights`` is None."""
     if class_weights is not None:
         loss = losses.cross_entropy(label_smoothing=label_smoothing, class_weights=class_weights)
         call.losses = loss + z_loss_term(z_loss)
     return call
 
 
-# losses by (label_smoothing, z_loss); a loss object caches its keys
+# losses by (label_smoothing, z_loss). Calls share a loss, since a loss caches its keys
 LOSS_CACHE: Cache[Hashable, Losses] = Cache(64)
 
 
 def first_output(outcome: Outcome) -> Tensor:
-    """The only output of a call that has run: the loss, 0-d, or its values per token."""
+    """The only output of a call that has run: the loss, 0-d, or the losses of tokens."""
     return outcome.outputs[0]
 
 
 def in_graph_cross_entropy(outputs: list[Tensor], arguments: dict[str, Any]) -> Tensor:
-    """The result of a cross-entropy from the outputs of its operator in a graph."""
+    """The result of a cross-entropy inside of ``torch.compile``, from the outputs of its operator in the graph."""
     return in_graph_values(outputs, arguments) if arguments.get("reduction") == "none" else outputs[0]
 
 
@@ -164,7 +164,7 @@ IN_GRAPH["linear_cross_entropy"] = in_graph_cross_entropy
 
 
 class ChunkedHead(nn.Module):
-    """A language model's head: ``forward`` returns the loss, ``logits`` the logits.
+    """A language model's head: ``forward`` returns the loss, ``logits`` returns the logits.
 
     Parameters and ``state_dict`` are those of ``nn.Linear(hidden_size, vocab_size, bias)``. Options are those of
     ``linear_cross_entropy``.
@@ -192,7 +192,7 @@ class ChunkedHead(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> "ChunkedHead":
-        """A head whose parameters are the same objects as those of ``linear``, so that tied weights stay tied."""
+        """A head that has the parameters of ``linear`` themselves, not copies, so that tied weights stay tied."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
         head = cls.__new__(cls)
@@ -201,8 +201,8 @@ class ChunkedHead(nn.Module):
         return head
 
     def set_parameters(self, linear: nn.Linear, options: dict[str, Any]) -> None:
-        """Checks the options and stores them; sets the parameters to those of ``linear``. TypeError or ValueError for
-        wrong options."""
+        """Takes over the parameters of ``linear``; checks and stores the options. TypeError or ValueError for wrong
+        options."""
         parameters = inspect.signature(linear_cross_entropy).parameters.values()
         option_names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"bias"}
         unknown_names = options.keys() - option_names
@@ -223,7 +223,7 @@ class ChunkedHead(nn.Module):
         return self.weight.shape[0]
 
     def forward(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
-        """The loss of ``hidden`` [..., hidden] against ``target`` [...]; ``options`` override the module's."""
+        """The loss of ``hidden`` [..., hidden] against ``target`` [...]; ``options`` override options of the module."""
         return linear_cross_entropy(hidden, self.weight, target, bias=self.bias, **{**self.options, **options})
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -328,8 +328,9 @@ IN_GRAPH["logits_cross_entropy"] = in_graph_cross_entropy
 
 
 def classes_last(logits: Tensor, target: Tensor, is_split: bool) -> Tensor:
-    """Logits [..., C]: a view of logits in PyTorch's shape [N, C, d1, ...], any others unchanged. ValueError for shapes
-    that could be of either kind, and for PyTorch's shape if ``is_split``: ranks hold different classes."""
+    """Logits [..., C]: logits of PyTorch's shape [N, C, d1, ...] as a view, logits of any other shape unchanged.
+    ValueError for shapes that could be of either kind. ValueError for PyTorch's shape if ``is_split``: ranks hold
+    different classes."""
     for argument, tensor in (("input", logits), ("target", target)):
         checks.check_tensor(argument, tensor, optional=False)
     checks.check_ids("target", target)

@@ -19,10 +19,10 @@ LOSS_FUNCTIONS: dict[str, Callable[..., Losses]] = {
 
 
 class Divergence(NamedTuple):
-    """Results of ``linear_divergence`` with ``entropy=True``, each [...]."""
+    """Results of ``linear_divergence`` with ``entropy=True``."""
 
-    divergence: Tensor
-    entropy: Tensor  # of the student, in nats
+    divergence: Tensor  # [...] in nats
+    entropy: Tensor  # [...] of the student, in nats
 
 
 @operation
@@ -70,7 +70,7 @@ def linear_divergence(
         teacher_hidden, teacher_weight, teacher_bias: in the place of ``teacher_logits`` the teacher's hidden states
             and its head, with a bias or without. They take no gradient.
         teacher_logit_scale, teacher_softcap: scale and softcap of the teacher's logits.
-        temperature: divides the logits; a number, or a tensor [...] with one per token.
+        temperature: divides the logits: a number, or a tensor [...] with a temperature for each token.
         teacher_temperature: temperature of the teacher, a number; None: ``temperature``.
         entropy: return the student's entropy too, in nats.
         mask: [...] bool, false where a token does not count, in addition to ``ignore_index``. Tokens that do not count
@@ -100,7 +100,7 @@ def linear_divergence(
 def divergence_of(
     divergence: str, beta: float, temperature: float | None, logit_scale: float, softcap: float | None
 ) -> Losses:
-    """The loss whose values per token are the divergence. TypeError or ValueError for wrong options."""
+    """The loss whose value for a token is the divergence. TypeError or ValueError for wrong options."""
     choice("linear_divergence", "divergence", divergence, tuple(LOSS_FUNCTIONS))
     options: dict[str, Any] = {"beta": beta} if divergence == "jsd" else {}
     if divergence != "jsd" and number("linear_divergence", "beta", beta) != 0.5:
@@ -111,16 +111,14 @@ def divergence_of(
 
 
 def result_of(outputs: Sequence[Tensor]) -> Any:
-    """The result of ``linear_divergence``: of one output the divergence, of two a ``Divergence``."""
+    """The result of ``linear_divergence``: the divergence itself if it is the only output, else a ``Divergence``."""
     return outputs[0] if len(outputs) == 1 else Divergence(*outputs)
 
 
 def in_graph_divergence(outputs: list[Tensor], arguments: dict[str, Any]) -> Any:
-    """The result of ``linear_divergence`` from the outputs of its operator in a graph."""
-    requested_outputs = outputs[: 1 + arguments.get("entropy", False)]
-    return result_of(
-        all_at_targets(requested_outputs, tuple(arguments["hidden"].shape[:-1]), arguments.get("shift", 0))
-    )
+    """The result of ``linear_divergence`` inside of ``torch.compile``, from the outputs of its operator."""
+    requested_outputs, shape = outputs[: 1 + arguments.get("entropy", False)], tuple(arguments["hidden"].shape[:-1])
+    return result_of(all_at_targets(requested_outputs, shape, arguments.get("shift", 0)))
 
 
 IN_GRAPH["linear_divergence"] = in_graph_divergence

@@ -17,9 +17,9 @@ from ..plan.segments import Segments
 
 
 def with_fields(batch: Any, mask: Tensor | None, token_weights: Tensor | None) -> Any:
-    """The batch with the fields ``mask`` and ``token_weights`` from arguments of these names, unless those are None.
-    ValueError if the batch has such a field already."""
-    if (mask is None and token_weights is None) or not (batch is None or isinstance(batch, Mapping)):
+    """The batch with the arguments ``mask`` and ``token_weights`` as fields, unless they are None. ValueError if the
+    batch has such a field already."""
+    if not (batch is None or isinstance(batch, Mapping)):
         return batch  # the call's checks raise for a batch of another type
     fields, arguments = dict(batch or {}), {"mask": mask, "token_weights": token_weights}
     for name, value in arguments.items():
@@ -29,8 +29,8 @@ def with_fields(batch: Any, mask: Tensor | None, token_weights: Tensor | None) -
 
 
 def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: Tensor | None) -> Call[Any]:
-    """The call with the candidates as field ``kept_ids``, a set of ids for each token, and their bias as field
-    ``candidate_bias``. TypeError or ValueError for wrong candidates."""
+    """The call with two fields: ``kept_ids``, the candidates of each token, and ``candidate_bias``. TypeError or
+    ValueError for wrong candidates."""
     flag("kept_everywhere", call.kept_everywhere)
     batch: Any = call.batch
     if candidates is None:
@@ -43,30 +43,26 @@ def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: 
         raise TypeError(f"candidates must be ids, int64 or int32, got {candidates.dtype}; cast them")
     if any((batch or {}).get(name) is not None for name in ("kept_ids", "kept_offsets")):
         raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
-    candidates_shape = candidates.shape
-    if (
-        not candidates_shape
-        or candidates_shape[-1] == 0
-        or (len(candidates_shape) > 1 and candidates_shape[:-1] != call.leading)
-    ):
+    shape = tuple(candidates.shape)
+    if not shape or shape[-1] == 0 or (len(shape) > 1 and shape[:-1] != tuple(call.leading)):
         raise ValueError(
             f"candidates must be [K], or the target's shape {call.leading} and one more dimension, K at least 1, got "
-            f"{tuple(candidates_shape)}"
+            f"{shape}"
         )
-    if candidate_bias is not None and candidate_bias.shape != candidates_shape:
+    if candidate_bias is not None and tuple(candidate_bias.shape) != shape:
         raise ValueError(
-            f"candidate_bias must have the shape of candidates, {tuple(candidates_shape)}, got "
-            f"{tuple(candidate_bias.shape)}"
+            f"candidate_bias must have the shape of candidates, {shape}, got {tuple(candidate_bias.shape)}"
         )
     fields = {"kept_ids": candidates, "candidate_bias": candidate_bias}
-    token_shape = *call.leading, candidates_shape[-1]  # candidates [K] are expanded to [..., K]
+    token_shape = *call.leading, shape[-1]  # candidates [K] are expanded to [..., K]
     expanded_fields = {name: value.expand(token_shape) for name, value in fields.items() if value is not None}
     return replace(call, batch={**(batch or {}), **expanded_fields}, kept_everywhere=True)
 
 
 def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> Call[Any]:
-    """The call with segments of these lengths: as field ``segments``, as ``num_segments``, and as ``Segments``, the
-    lengths and pairs on the host. TypeError or ValueError for wrong lengths, and for calls that cannot have them."""
+    """The call with segments of these lengths: the field ``segments`` has the ids, ``num_segments`` the number, and
+    ``Call.segments`` the lengths and pairs on the host. TypeError or ValueError for wrong lengths, and for calls that
+    cannot have lengths."""
     batch: Any = call.batch
     lengths, num_tokens = lengths_as_ints(segment_lengths), math.prod(call.leading)
     if "segments" in (batch or {}):
@@ -108,23 +104,23 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
 
 
 def lengths_of_segments(lengths: tuple[int, ...], num_tokens: int, num_segments: int | None) -> tuple[int, ...]:
-    """Lengths of segments. ``lengths`` are either these lengths, or offsets that grow from 0 to ``num_tokens``, as
-    attention kernels take them (cu_seqlens), whose differences are the lengths. ValueError for numbers that could be
-    either, unless ``num_segments`` decides."""
-    length_steps = tuple([end - begin for begin, end in itertools.pairwise(lengths)])
-    if not length_steps or lengths[0] != 0 or lengths[-1] != num_tokens or min(length_steps) < 0:
+    """Lengths of segments, from the same lengths or from cu_seqlens: numbers that grow from 0 to ``num_tokens``, as
+    attention kernels take them, and whose differences are the lengths. ValueError for numbers that could be lengths and
+    cu_seqlens, unless ``num_segments`` decides."""
+    differences = tuple([end - begin for begin, end in itertools.pairwise(lengths)])
+    if not differences or lengths[0] != 0 or lengths[-1] != num_tokens or min(differences) < 0:
         return lengths
-    if sum(lengths) == num_tokens and num_segments not in (len(lengths), len(length_steps)):
+    if sum(lengths) == num_tokens and num_segments not in (len(lengths), len(differences)):
         raise ValueError(
             f"segment_lengths {list(lengths)} are lengths of {len(lengths)} segments, the last of all tokens, and "
-            f"cu_seqlens of {len(length_steps)}; pass num_segments={len(lengths)} or {len(length_steps)}"
+            f"cu_seqlens of {len(differences)}; pass num_segments={len(lengths)} or {len(differences)}"
         )
-    return lengths if sum(lengths) == num_tokens and num_segments == len(lengths) else length_steps
+    return lengths if sum(lengths) == num_tokens and num_segments == len(lengths) else differences
 
 
 def lengths_as_ints(lengths: Any) -> tuple[int, ...]:
-    """Segment lengths as a tuple of ints; TypeError or ValueError unless they are a list of ints or an int tensor on
-    the CPU."""
+    """Segment lengths as a tuple of ints; TypeError or ValueError unless ``lengths`` is a list of ints or an int tensor
+    on the CPU."""
     length_values = lengths
     if isinstance(lengths, Tensor):
         if lengths.device.type != "cpu" or lengths.dim() != 1 or lengths.dtype not in (torch.int64, torch.int32):

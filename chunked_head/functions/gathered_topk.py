@@ -8,7 +8,7 @@ from ..core.checks import choice, number
 from ..core.private import is_traced
 from ..losses.distillation import check_teacher, counted_entries, squared_temperature, topk_divergence, topk_options
 
-FUNCTION_NAME = "losses.gathered_topk_kl"  # in errors
+FUNCTION_NAME = "losses.gathered_topk_kl"  # for errors
 
 
 def gathered_topk_kl(
@@ -38,7 +38,7 @@ def gathered_topk_kl(
             unless ``normalize="topk"``.
         teacher_logprobs, teacher_mask: [..., K], as in ``losses.topk_kl``.
         teacher_ids: [..., K]. With them, a repeated id counts once; None if no id is repeated.
-        mask: [...] bool. Positions where it is false have value 0 and zero gradients, whatever their inputs are.
+        mask: [...] bool. Where ``mask`` is false, a position has value 0 and zero gradients, whatever the inputs hold.
         token_weights: [...], factors of the positions' values.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         normalizer: the number by which ``"mean"`` divides the sum of ``token_weights * value``. None: the number of
@@ -99,8 +99,8 @@ def gathered_topk_kl(
         check_teacher("teacher_logprobs", teacher_values, is_counted, not options["teacher_renormalize"])
     divergences = topk_divergence(student_values, teacher_values, is_counted, **options) * temperature_factor
     if token_weights is not None:
-        fp32_weights = token_weights.detach().to(dtype)
-        divergences = divergences * (fp32_weights if mask is None else torch.where(mask, fp32_weights, 0.0))
+        wide_weights = token_weights.detach().to(dtype)
+        divergences = divergences * (wide_weights if mask is None else torch.where(mask, wide_weights, 0.0))
     if reduction == "none":
         return divergences
     value_sum = divergences.sum()
@@ -108,7 +108,8 @@ def gathered_topk_kl(
         return value_sum
     if normalizer is None:
         normalizer = divergences.numel() if mask is None else mask.sum()
-    divisor = (
-        normalizer.detach().to(value_sum) if isinstance(normalizer, Tensor) else value_sum.new_full((), normalizer)
-    )
+    if isinstance(normalizer, Tensor):
+        divisor = normalizer.detach().to(value_sum)
+    else:
+        divisor = value_sum.new_full((), normalizer)
     return torch.where(divisor == 0, 0.0, value_sum / torch.where(divisor == 0, 1.0, divisor))

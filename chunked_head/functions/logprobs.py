@@ -16,8 +16,8 @@ from ..core.checks import flag
 from ..core.stats import all_at_targets
 from .fields import with_candidates
 
-# arguments that ask for further results, which have these names and this order
-RESULT_FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")  # arguments that ask for a result
+# arguments that ask for further results; the results have the same names and order
+RESULT_FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")
 
 
 class PerTokenOptions(HeadOptions, total=False):
@@ -35,7 +35,7 @@ class PerTokenOptions(HeadOptions, total=False):
 if TYPE_CHECKING:
 
     class LogProbs(tuple[Tensor, ...]):
-        """Named tuple of the results that a call was asked for."""
+        """The named tuple of results. It has those attributes alone that the call was asked for."""
 
         logprobs: Tensor
         entropy: Tensor
@@ -84,7 +84,7 @@ def linear_logprobs(
     candidate_bias: Tensor | None = None,  # of their shape
     **options: Unpack[HeadOptions],
 ) -> Call[Tensor | tuple[Tensor, ...]]:
-    """Log-probabilities of targets, and further values per token that are asked for. Values and gradients are those of
+    """Log-probabilities of targets, and further values per token on request. Values and gradients are those of
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
         logprobs = x.log_softmax(-1).gather(-1, target[..., None])[..., 0]
@@ -150,7 +150,7 @@ def linear_logprobs(
 
 
 def with_first_planned(name: str, *args: Any, **options: Any) -> Any:
-    """The result of the public function ``name``. Its plan expects a gradient of the function's first result only."""
+    """The result of a call of the public function ``name``, whose plan expects a gradient of the first result only."""
     return execute(
         lambda *call_args, **call_options: replace(TASKS[name](*call_args, **call_options), unplanned=RESULT_FLAGS),
         args,
@@ -162,7 +162,8 @@ class LogprobsOfTrainer:
     """``linear_logprobs`` for a trainer that logs entropies and may differentiate them too.
 
     The plan expects gradients of log-probabilities only, which take two matmuls if the head is frozen. If another
-    result gets a gradient, that backward computes the logits again, and the plans of later calls expect it.
+    result gets a gradient, backward computes the logits again, and the plans of later calls expect gradients of all
+    results.
     """
 
     unplanned: tuple[str, ...] = RESULT_FLAGS  # names of results whose gradients the plan does not expect
@@ -177,7 +178,7 @@ class LogprobsOfTrainer:
         return results
 
     def note_gradient(self, gradient: Tensor | None) -> None:
-        """A hook on results: makes later plans expect gradients of all results."""
+        """A hook of results: makes the plans of later calls expect gradients of all results."""
         if gradient is not None:
             self.unplanned = ()
 
@@ -190,7 +191,7 @@ def outputs_and_batch(
     kept_offsets: Tensor | None,
 ) -> dict[str, Any]:
     """Fields of ``Call`` by name: ``outputs``, ``batch``, and ``result``, the function that makes the result.
-    ``result_flags``: whether each of ``RESULT_FLAGS`` is returned."""
+    ``result_flags``: for each of ``RESULT_FLAGS``, True if the call returns the result."""
     names, fields = (
         output_names(result_flags, top_k),
         {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets},
@@ -200,8 +201,8 @@ def outputs_and_batch(
 
 
 def output_names(result_flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:
-    """Names of the results, in order. ``result_flags``: whether each of ``RESULT_FLAGS`` is returned. TypeError for a
-    flag that is no bool."""
+    """Names of the results, in order. ``result_flags``: for each of ``RESULT_FLAGS``, True if the call returns the
+    result. TypeError for a flag that is no bool."""
     for name, is_returned in zip(RESULT_FLAGS, result_flags, strict=True):
         flag(name, is_returned)
     return (
@@ -211,7 +212,7 @@ def output_names(result_flags: Sequence[bool], top_k: int | None = None) -> tupl
     )
 
 
-# named tuples by the names of the results, all made at import, since torch.compile cannot trace the making of a type
+# types of named tuples by the names of their fields, all made at import: torch.compile cannot trace how a type is made
 FLAG_COMBINATIONS = itertools.product((False, True), repeat=len(RESULT_FLAGS) + 1)
 RESULT_TYPES = {
     names: namedtuple("LogProbs", names)
@@ -220,17 +221,16 @@ RESULT_TYPES = {
 
 
 def result_of(outputs: Sequence[Tensor], names: tuple[str, ...]) -> Any:
-    """The outputs as a named tuple; the only output itself, if there is one name."""
+    """The outputs as a named tuple; the output itself if there is only one."""
     return outputs[0] if len(names) == 1 else RESULT_TYPES[names](*outputs)
 
 
 def in_graph_logprobs(outputs: list[Tensor], arguments: dict[str, Any]) -> Any:
-    """The result of ``linear_logprobs`` or ``logits_logprobs`` from the outputs of its operator in a graph."""
+    """The result of ``linear_logprobs`` or ``logits_logprobs`` inside of ``torch.compile``, from the outputs of its
+    operator in the graph."""
     names = output_names([arguments.get(name, False) for name in RESULT_FLAGS], arguments.get("top_k"))
-    values_at_targets = all_at_targets(
-        outputs[: len(names)], tuple(arguments["target"].shape), arguments.get("shift", 0)
-    )
-    return result_of(values_at_targets, names)
+    shape, shift = tuple(arguments["target"].shape), arguments.get("shift", 0)
+    return result_of(all_at_targets(outputs[: len(names)], shape, shift), names)
 
 
 IN_GRAPH["linear_logprobs"] = in_graph_logprobs

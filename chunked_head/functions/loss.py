@@ -17,7 +17,7 @@ from ..core.checks import name as name_of
 from ..losses.base import Losses, as_losses
 from ..losses.user_checks import Function
 from ..metrics import Metric, MetricValue
-from ..metrics.values import as_metrics, short
+from ..metrics.values import as_metrics, short_text
 from ..plan.plans import Plan
 from .fields import with_candidates, with_fields, with_segments
 
@@ -26,13 +26,13 @@ from .fields import with_candidates, with_fields, with_segments
 class LossOutput:
     """Results of ``linear_loss`` and ``logits_loss``.
 
-    ``loss``: 0-d, or of target's shape with ``reduction="none"``; differentiable. ``parts``: by name, each summand's
-    reduced value, 0-d and detached, without its coefficient. ``metrics``: by name, on the device, each with ``.value``,
+    ``loss``: 0-d, or of target's shape with ``reduction="none"``; differentiable. ``parts``: each summand's reduced
+    value by name, 0-d and detached, without its coefficient. ``metrics``: by name, on the device, each with ``.value``,
     and with ``.sum`` and ``.count`` or ``.extremum``. ``parts`` and ``metrics`` are empty with ``reduction="none"``.
-    With ``TokenParallel`` loss and parts are this rank's shares, and metrics are of the whole batch. ``plan``: how the
-    call ran. It is None for ``logits_loss``, which has no plan, and inside of ``torch.compile``, where a graph may run
-    at other lengths. ``streams``: of a call on several streams a ``LossOutput`` for each stream, whose loss is detached
-    and not multiplied by the stream's weight. Such a call has ``parts``, ``metrics`` and ``plan`` in ``streams`` only.
+    With ``TokenParallel`` loss and parts are this rank's shares, and metrics are of the whole batch. ``plan``: the plan
+    of the call; None for ``logits_loss``, and inside of ``torch.compile``, where a graph may run at other lengths.
+    ``streams``: for a call on several streams, a ``LossOutput`` of each stream. A stream's loss is detached and not
+    multiplied by the stream's weight. Such a call has ``parts``, ``metrics`` and ``plan`` in ``streams`` only.
     """
 
     loss: Tensor
@@ -42,13 +42,13 @@ class LossOutput:
     streams: "tuple[LossOutput, ...]" = ()
 
     def __repr__(self) -> str:
-        """Text with a line for each result. It reads numbers from the device."""
-        loss = short(self.loss) if self.loss.dim() == 0 else f"tensor{list(self.loss.shape)}"
+        """Text with a line for each result. Reads numbers from the device."""
+        loss = short_text(self.loss) if self.loss.dim() == 0 else f"tensor{list(self.loss.shape)}"
         lines = [f"loss={loss}, {name_of(self.loss.dtype)} on {self.loss.device}"]
-        lines += [f"parts[{name!r}]={short(value)}" for name, value in self.parts.items()]
+        lines += [f"parts[{name!r}]={short_text(value)}" for name, value in self.parts.items()]
         lines += [f"metrics[{name!r}]={value!r}" for name, value in self.metrics.items()]
         lines += [f"plan={self.plan!r}"] * (self.plan is not None)
-        lines += [f"streams[{i}].loss={short(stream.loss)}" for i, stream in enumerate(self.streams)]
+        lines += [f"streams[{i}].loss={short_text(stream.loss)}" for i, stream in enumerate(self.streams)]
         return "LossOutput(\n    " + "\n    ".join(lines) + "\n)"
 
 
@@ -128,9 +128,9 @@ def linear_loss(
             device. None: for each summand the number of tokens (segments, pairs) that count, at least 1. 0 gives loss
             0.
         temperature: divides the logits for every loss and metric that has no temperature of its own. A call may have
-            two different temperatures. A tensor [...] has one per token, indexed like the target, and takes no
-            gradient; losses and metrics with a temperature of their own raise beside it. A temperature of a token that
-            counts which is not positive and finite raises ValueError on the CPU, and makes results nan on other
+            two different temperatures. A tensor [...] has a temperature for each token, indexed like the target, and
+            takes no gradient; losses and metrics with a temperature of their own raise beside it. If a token counts and
+            its temperature is not positive and finite, ValueError is raised on the CPU, and results are nan on other
             devices.
         stream_weights: factors of the losses of several streams, numbers or 0-d tensors; None: 1 for each.
         parallel: what ranks of a process group share. ``TokenParallel``: ranks hold different tokens of one batch. Loss
@@ -178,11 +178,13 @@ def linear_loss(
     if stream_weights is not None:
         raise ValueError("stream_weights go with several streams: pass hidden as a list, or leave them out")
     hidden, target, loss = cast("tuple[Tensor, Tensor | None, Losses | Function]", (hidden, target, loss))
+    if mask is not None or token_weights is not None:
+        batch = with_fields(batch, mask, token_weights)
     call = call_of(
         "linear_loss", hidden, weight, target, options, temperature=temperature,
-        losses=loss if isinstance(loss, Losses) else as_losses(loss), metrics=as_metrics(metrics),
-        batch=with_fields(batch, mask, token_weights), num_segments=num_segments, kept_everywhere=kept_everywhere,
-        reduction=reduction, normalizer=normalizer, upstream=upstream, result=loss_output,
+        losses=loss if isinstance(loss, Losses) else as_losses(loss), metrics=as_metrics(metrics), batch=batch,
+        num_segments=num_segments, kept_everywhere=kept_everywhere, reduction=reduction, normalizer=normalizer,
+        upstream=upstream, result=loss_output,
     )  # fmt: skip
     if candidates is not None or candidate_bias is not None:
         call = with_candidates(call, candidates, candidate_bias)
@@ -190,44 +192,40 @@ def linear_loss(
 
 
 def in_graph_loss(outputs: list[Tensor], arguments: dict[str, Any]) -> LossOutput:
-    """The result of ``linear_loss`` or ``logits_loss`` from the outputs of its operator in a graph."""
+    """The result of ``linear_loss`` or ``logits_loss`` inside of ``torch.compile``, from the outputs of its operator in
+    the graph."""
     if arguments.get("reduction") == "none":
         return LossOutput(in_graph_values(outputs, arguments), {}, {}, None)
     loss_value, packed_values = outputs[0], outputs[1]
     loss_labels = [summand.label for _, summand in arguments["loss"].terms]
-    values_by_label = {label: packed_values[offset] for offset, label in enumerate(loss_labels)}
+    reduced_losses = {label: packed_values[i] for i, label in enumerate(loss_labels)}
     metrics, offset = {}, len(loss_labels)
     for metric in arguments.get("metrics", ()):
         num_components = metric.components
-        metric_value = packed_values[offset] if num_components == 1 else packed_values[offset : offset + num_components]
+        metric_total = packed_values[offset] if num_components == 1 else packed_values[offset : offset + num_components]
         offset += num_components
         if metric.reduce == "mean":
-            metrics[metric.label] = MetricValue("mean", metric_value, packed_values[offset], finish=metric.finish)
+            metrics[metric.label] = MetricValue("mean", metric_total, packed_values[offset], finish=metric.finish)
             offset += 1
         else:
-            metrics[metric.label] = MetricValue(metric.reduce, extremum=metric_value)
-    return LossOutput(loss_value, values_by_label, metrics, None)
+            metrics[metric.label] = MetricValue(metric.reduce, extremum=metric_total)
+    return LossOutput(loss_value, reduced_losses, metrics, None)
 
 
 IN_GRAPH["linear_loss"] = in_graph_loss
 
 
 def loss_output(outcome: Outcome) -> LossOutput:
-    """The result of ``linear_loss`` or ``logits_loss`` from the outcome of its call."""
-    loss_value, plan, objective = outcome.outputs[0], outcome.plan, outcome.objective
+    """The result of ``linear_loss`` or ``logits_loss`` from the ``Outcome`` of its call."""
+    loss_value, objective, call = outcome.outputs[0], outcome.objective, outcome.tokens.call
     if not isinstance(objective, ScalarObjective):
-        return LossOutput(loss_value, {}, {}, plan)
+        return LossOutput(loss_value, {}, {}, outcome.plan)
+    loss_labels = [summand.label for _, summand in call.losses.terms]
     with torch.no_grad():
-        values_by_label = dict(
-            zip([summand.label for _, summand in outcome.tokens.call.losses.terms], outcome.loss_values, strict=True)
-        )
         metric_values = objective.metric_values(outcome.stats, outcome.metric_totals)
-    return LossOutput(
-        loss_value,
-        values_by_label,
-        {metric.label: metric_values[metric.label] for metric in outcome.tokens.call.metrics},
-        plan,
-    )
+    metrics_in_order = {metric.label: metric_values[metric.label] for metric in call.metrics}
+    reduced_losses = dict(zip(loss_labels, outcome.loss_values, strict=True))
+    return LossOutput(loss_value, reduced_losses, metrics_in_order, outcome.plan)
 
 
 @operation
@@ -293,10 +291,12 @@ def logits_loss(
             "F.linear(teacher_hidden, teacher_weight, teacher_bias), or the student's hidden states to linear_loss, "
             "which holds the logits of neither"
         )
+    if mask is not None or token_weights is not None:
+        batch = with_fields(batch, mask, token_weights)
     return logits_call_of(
         "logits_loss", logits, target, options, inplace, losses=as_losses(loss), metrics=as_metrics(metrics),
-        batch=with_fields(batch, mask, token_weights), num_segments=num_segments, kept_everywhere=kept_everywhere,
-        reduction=reduction, normalizer=normalizer, temperature=temperature, result=loss_output,
+        batch=batch, num_segments=num_segments, kept_everywhere=kept_everywhere, reduction=reduction,
+        normalizer=normalizer, temperature=temperature, result=loss_output,
     )  # fmt: skip
 
 
@@ -305,7 +305,7 @@ IN_GRAPH["logits_loss"] = in_graph_loss
 
 # ---- several streams of hidden states: each stream's arguments and results
 
-# arguments that take a list with one value per stream; a list for any other argument is a value for all streams
+# arguments that may be a list with a value for each stream; a list for any other argument is a value for all streams
 STREAM_ARGUMENTS = ("mask", "token_weights", "temperature", "normalizer", "candidates", "candidate_bias", "shift")
 
 
@@ -316,11 +316,11 @@ def streams_of(
     target: Any,
     loss: Any,
     stream_weights: Sequence[float | Tensor] | None,
-    arguments: Mapping[str, Any],
+    arguments: dict[str, Any],
 ) -> Streams[Any]:
-    """The ``Streams`` of a ``linear_loss`` on several streams. ``make_call``: the function that makes the ``Call`` of a
-    stream. ``arguments``: all further arguments of ``linear_loss``, by name. TypeError or ValueError for wrong
-    lists."""
+    """The ``Streams`` of a ``linear_loss`` on several streams. ``make_call``: a function that makes the ``Call`` of a
+    stream from the arguments of ``linear_loss``. ``arguments``: the arguments of ``linear_loss`` that are not named in
+    this signature. TypeError or ValueError for wrong lists."""
     num_streams = len(hidden)
     if not num_streams:
         raise ValueError("hidden must be a tensor or a list of one tensor or more, got an empty list")
@@ -331,9 +331,8 @@ def streams_of(
     stream_factors = for_streams("stream_weights", 1.0 if stream_weights is None else stream_weights, num_streams)
     stream_losses = [as_losses(stream_loss) for stream_loss in for_streams("loss", loss, num_streams)]
     calls: list[Call[Any]] = []  # the call of each stream
-    for i, (stream_hidden, stream_target) in enumerate(
-        zip(hidden, for_streams("target", target, num_streams), strict=True)
-    ):
+    stream_targets = for_streams("target", target, num_streams)
+    for i, stream_hidden in enumerate(hidden):
         if isinstance(stream_hidden, list | tuple):
             raise TypeError(f"hidden must be a torch.Tensor, got {type(stream_hidden).__name__}")
         stream_arguments = {
@@ -344,15 +343,8 @@ def streams_of(
                 name: for_streams(f"batch[{name!r}]", value, num_streams)[i]
                 for name, value in arguments["batch"].items()
             }
-        calls.append(
-            make_call(
-                stream_hidden,
-                weight,
-                stream_target,
-                stream_losses[i].times(stream_factors[i]),
-                **{**arguments, **stream_arguments},
-            )
-        )
+        stream_loss = stream_losses[i].times(stream_factors[i])
+        calls.append(make_call(stream_hidden, weight, stream_targets[i], stream_loss, **arguments | stream_arguments))
 
     def streams_output(loss_sum: Tensor, outcomes: list[Outcome]) -> Any:
         outputs = [call.result(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
@@ -362,8 +354,8 @@ def streams_of(
 
 
 def for_streams(name: str, value: Any, num_streams: int) -> Sequence[Any]:
-    """An argument's values, one for each stream: the elements of a list, or the same value for all. ValueError for a
-    list of another length."""
+    """Values of the argument ``name`` for each stream: the elements of ``value`` if it is a list, else ``value`` for
+    all streams. ValueError for a list of another length."""
     if not isinstance(value, list | tuple):
         return [value] * num_streams
     if len(value) != num_streams:

@@ -69,7 +69,7 @@ def plan(
 
     The call is of ``linear_cross_entropy``. With ``loss`` or ``metrics`` it is of ``linear_loss``. With ``returns``,
     names such as ``("logprobs", "entropy")``, or with ``top_k`` it is of ``linear_logprobs``. Arguments that are not
-    described here are those of that function.
+    described here are arguments of these functions.
 
     Args:
         tokens, hidden, vocab: sizes of the whole call, over all ranks.
@@ -79,12 +79,12 @@ def plan(
         hidden_grad, weight_grad: whether hidden states and weight take a gradient.
         bias: whether the head has a bias. It takes a gradient if the weight does.
         teacher_k: K of ``teacher_ids`` [..., K]; 0 without them.
-        teacher_vocab: number of rows of a dense teacher's head; None: that of the student's.
+        teacher_vocab: number of rows of a dense teacher's head; None: ``vocab``.
         teacher_hidden, teacher_dtype: hidden size and dtype of a dense teacher's hidden states;
             ``teacher_hidden=None``: the call has the teacher's logits.
         segment_lengths: whether the call passes ``segment_lengths``.
-        ranks: number of ranks that share the vocabulary (``VocabParallel``), split as ``torch.chunk`` splits. The plan
-            is that of the first rank.
+        ranks: number of ranks that share the vocabulary (``VocabParallel``), split as by ``torch.chunk``. The plan is
+            of the first rank.
         sequence_sharded: as in ``VocabParallel``.
         device: a device; or the name of a card or an architecture, such as ``"H100"`` or ``"sm_89"``, for a GPU that
             this machine lacks. None: the GPU if there is one, else the CPU.
@@ -111,10 +111,9 @@ def plan(
     device_backend = backend_of(backend, call_device)
     device_backend.check(call_device, dtype, "dtype")
     metric_functions = as_metrics(metrics)
-    names_of_outputs = returned_names(
-        returns, top_k, takes_loss=bool(loss is not None or label_smoothing or metric_functions)
-    )
-    call_losses = NO_LOSSES if names_of_outputs else loss_of(loss, label_smoothing)
+    takes_loss = bool(loss is not None or label_smoothing or metric_functions)
+    names_of_outputs = returned_names(returns, top_k, takes_loss)
+    call_losses = NO_LOSSES if names_of_outputs else losses_of(loss, label_smoothing)
     if isinstance(temperature, torch.Tensor):
         raise TypeError(
             "temperature of plan is a number; a call with one per token is planned as one at 1 is; pass 1.0"
@@ -130,12 +129,12 @@ def plan(
         losses=call_losses, metrics=metric_functions, outputs=names_of_outputs, result=lambda plan: plan,
     )  # fmt: skip
     call.device = call_device  # the device may be a GPU that this machine lacks
-    readers = measures_of(call)  # summands and metrics
-    id_reader = next((reader.label for reader in readers if "teacher_ids" in reader.fields), None)
-    if id_reader is not None and not teacher_k:
-        raise ValueError(f"{id_reader} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
-    field_names = [field for reader in readers for field in reader.fields]
-    spec = decided(call, dtype, device_backend, field_names, kinds_of(readers), teacher_k, teacher_vocab)
+    measures = measures_of(call)  # summands and metrics
+    reader_labels = [measure.label for measure in measures if "teacher_ids" in measure.fields]
+    if reader_labels and not teacher_k:
+        raise ValueError(f"{reader_labels[0]} reads K ids of a teacher for each token; pass teacher_k, the K, got 0")
+    field_names = [field for measure in measures for field in measure.fields]
+    spec = decided(call, dtype, device_backend, field_names, kinds_of(measures), teacher_k, teacher_vocab)
     check_fp8(call, spec, absent_gpu)
     if sequence_sharded:
         spec = replace(spec, demand=spec.demand._replace(columns_only=False))
@@ -147,9 +146,8 @@ def plan(
         "buffer_dtype": buffer_dtype,
     }  # fmt: skip
     if absent_gpu is not None and "gpu" in device_backend.traits(call_device):
-        is_nvidia = absent_gpu.name.startswith("sm_")
         size_fields |= {"gpu": absent_gpu, "multiprocessors": absent_gpu.multiprocessors}
-        size_fields["half_products"] = is_nvidia
+        size_fields["half_products"] = absent_gpu.name.startswith("sm_")  # an NVIDIA GPU
     autocast_dtype = None if hidden_dtype == weight_dtype == dtype else dtype
     teacher = dense_teacher(spec, teacher_hidden, teacher_dtype or dtype, autocast_dtype)
     return make_plan(
@@ -159,14 +157,8 @@ def plan(
 
 # least values of sizes, by argument; a teacher's sizes may be None
 LEAST_SIZES = {
-    "tokens": 0,
-    "hidden": 1,
-    "vocab": 1,
-    "ranks": 1,
-    "teacher_k": 0,
-    "teacher_vocab": 1,
-    "teacher_hidden": 1,
-}
+    "tokens": 0, "hidden": 1, "vocab": 1, "ranks": 1, "teacher_k": 0, "teacher_vocab": 1, "teacher_hidden": 1
+}  # fmt: skip
 DTYPE_NAMES = ("dtype", "hidden_dtype", "weight_dtype", "teacher_dtype")  # arguments that are dtypes
 NONE_ALLOWED = ("teacher_vocab", "teacher_hidden", *DTYPE_NAMES[1:])  # arguments that may be None
 FLAG_NAMES = ("hidden_grad", "weight_grad", "bias", "skip_ignored", "segment_lengths", "sequence_sharded")
@@ -174,23 +166,21 @@ CHECKED_OPTIONS = ("reduction", "label_smoothing", "softcap", "temperature", "de
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """TypeError or ValueError for an argument of ``plan`` that is wrong, whatever the others are."""
-    checked_arguments = {
-        name: value for name, value in arguments.items() if value is not None or name not in NONE_ALLOWED
-    }
+    """Raises TypeError or ValueError if an argument of ``plan`` by itself is wrong."""
+    set_arguments = {name: value for name, value in arguments.items() if value is not None or name not in NONE_ALLOWED}
     for name, least_size in LEAST_SIZES.items():
-        if name in checked_arguments:
-            checks.check_int(name, checked_arguments[name], least_size)
+        if name in set_arguments:
+            checks.check_int(name, set_arguments[name], least_size)
     for name in DTYPE_NAMES:
-        if name in checked_arguments:
-            checks.check_dtype(name, checked_arguments[name])
+        if name in set_arguments:
+            checks.check_dtype(name, set_arguments[name])
     for name in FLAG_NAMES:
-        flag(name, checked_arguments[name])
-    check_options({name: checked_arguments[name] for name in CHECKED_OPTIONS})
+        flag(name, arguments[name])
+    check_options({name: arguments[name] for name in CHECKED_OPTIONS})
 
 
 def rows_of_first_rank(vocab: int, ranks: int) -> int:
-    """Number of rows of the weight on the first rank, the largest of all. ValueError if a rank has no rows."""
+    """Number of rows of the weight on the first rank, which has the most rows. ValueError if a rank has no rows."""
     rows_by_rank = part_sizes(vocab, ranks)
     if 0 in rows_by_rank:
         raise ValueError(
@@ -203,8 +193,8 @@ def rows_of_first_rank(vocab: int, ranks: int) -> int:
 def buffer_dtype_of(
     accumulate_into: bool | torch.dtype, weight_dtype: torch.dtype, weight_grad: bool
 ) -> torch.dtype | None:
-    """Dtype of the caller's buffer for the weight's gradient; None without such a buffer. ValueError for a dtype that
-    such a buffer cannot have."""
+    """Dtype of the caller's buffer for the weight's gradient; None without a buffer. ValueError for a dtype that the
+    buffer cannot have."""
     buffer_dtype = sum_dtype(weight_dtype)
     if not isinstance(accumulate_into, bool | torch.dtype) or accumulate_into not in (False, True, buffer_dtype):
         raise ValueError(
@@ -214,8 +204,8 @@ def buffer_dtype_of(
 
 
 def returned_names(returns: Sequence[str], top_k: int | None, takes_loss: bool) -> tuple[str, ...]:
-    """Names of the results of a call of ``linear_logprobs``; () for a call of another function. ``takes_loss``: the
-    arguments name a loss or metrics. TypeError or ValueError for wrong arguments."""
+    """Names of the results if the call is of ``linear_logprobs``, else (). ``takes_loss``: the arguments have a loss or
+    metrics. TypeError or ValueError for wrong arguments."""
     if not isinstance(returns, list | tuple):
         raise TypeError(f"returns must be a list of names, got {returns!r}")
     if top_k is not None:
@@ -231,8 +221,9 @@ def returned_names(returns: Sequence[str], top_k: int | None, takes_loss: bool) 
     return output_names([name in returns for name in RESULT_FLAGS], top_k)
 
 
-def loss_of(loss: Losses | Function | None, label_smoothing: float) -> Losses:
-    """The loss of the call: ``loss``, or the cross-entropy if that is None."""
+def losses_of(loss: Losses | Function | None, label_smoothing: float) -> Losses:
+    """The losses of the call: ``loss``, or the cross-entropy if ``loss`` is None. ValueError for ``label_smoothing``
+    beside ``loss``."""
     if loss is None:
         return losses.cross_entropy(label_smoothing=label_smoothing)
     if label_smoothing:
@@ -249,8 +240,8 @@ def dense_teacher(
         return None
     if teacher_hidden_size is None:
         return TeacherHead(on_meta(0, dtype=torch.float32), None, None, None, dtype=autocast_dtype)
-    rows = on_meta(spec.demand.pairing.columns, teacher_hidden_size, dtype=teacher_dtype)
-    return TeacherHead(None, rows, rows, None, dtype=autocast_dtype)
+    weight = on_meta(spec.demand.pairing.columns, teacher_hidden_size, dtype=teacher_dtype)
+    return TeacherHead(None, weight, weight, None, dtype=autocast_dtype)  # of hidden states, the columns alone are read
 
 
 def on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -259,8 +250,8 @@ def on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def device_and_gpu(device: torch.device | str | None) -> tuple[torch.device, Gpu | None]:
-    """Returns the device of a call, and the ``Gpu`` if ``device`` names a card or an architecture; None instead of a
-    ``Gpu`` if ``device`` is a torch device, the name of one, or None. ValueError for a string that is none of these."""
+    """Returns the device of a call; and a ``Gpu`` if ``device`` names a card or an architecture, or None if ``device``
+    is a torch device, a name of a torch device, or None. ValueError for any other string."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
     absent_gpu = gpu_named(device) if isinstance(device, str) else None

@@ -28,10 +28,10 @@ def quantise(
             linear_cross_entropy(hidden, model.lm_head.weight, target, precision="fp8", fp8_weight=head).backward()
         optimizer.step()
 
-    The copy takes one byte for each number of the weight, and two once a call has computed gradients from e4m3
-    operands. It has one scale. ``quantize`` is another name of this function. Hidden states have a large part along one
-    direction in common. A call subtracts that part before it rounds them to e4m3, and adds the logits of that part in
-    fp32.
+    The copy takes a byte for each number of the weight, and two bytes once a call has computed gradients from e4m3
+    operands. It has a single scale. ``quantize`` is another name of this function. Hidden states have a large component
+    along a direction in common. A call subtracts this component before it rounds hidden states to e4m3, and adds the
+    component's logits in fp32.
 
     A call raises if the weight was written to since, or if any optimizer has stepped, whatever it wrote. Writes that no
     version counter shows (``weight.data``, memory that the weight is a view of, collectives, replayed CUDA graphs) are
@@ -39,8 +39,8 @@ def quantise(
 
     Args:
         weight: a bf16, fp16 or fp32 tensor; of a DTensor, this rank's part is copied.
-        hidden: some of the calls' hidden states [..., hidden]: their mean is the direction. None: the mean of the
-            weight's rows is.
+        hidden: some of the calls' hidden states [..., hidden], whose mean is the direction. None: the direction is the
+            mean of the weight's rows.
         vocab_size, parallel: as in the calls. Rows of the weight that stand for no id are not read.
         backend: as in the calls.
 
@@ -77,7 +77,7 @@ def quantise(
         raise ValueError(missing_reason)
     with on_device(local_weight.device), torch.no_grad():
         matrix = local_weight[:num_rows].contiguous()
-        if local_weight.dtype in HALF_DTYPES:  # any other dtype is that of a weight that autocast casts
+        if local_weight.dtype in HALF_DTYPES:  # autocast casts a weight of any other dtype
             fingerprints = {local_weight.dtype: torch.empty(num_rows, dtype=torch.int32, device=local_weight.device)}
         else:
             fingerprints = {dtype: device_backend.fingerprints(matrix.to(dtype)) for dtype in HALF_DTYPES}

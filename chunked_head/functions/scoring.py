@@ -21,16 +21,16 @@ class Score(NamedTuple):
 
     @property
     def perplexity(self) -> Tensor:
-        """``exp`` of the mean negative log-probability of the tokens that are scored, 0-d, fp64."""
+        """``exp`` of the mean negative log-probability over scored tokens, 0-d, fp64."""
         return (-self.logprobs.double().sum() / self.is_scored.sum().clamp(min=1)).exp()
 
 
 def windows(length: int, context: int, stride: int) -> Iterator[tuple[slice, slice]]:
     """Windows of at most ``context`` tokens, ``stride`` apart, over a text of ``length`` tokens.
 
-    Each item is a pair of slices of the text: a window, and the tokens that it scores. These are the tokens that no
-    earlier window has scored, but for the window's first token, which nothing predicts. Source: HuggingFace's page on
-    the perplexity of fixed-length models. ValueError for a ``stride`` above ``context``.
+    Each item is a pair of slices of the text: a window, and the tokens that the window scores. A window scores tokens
+    that no earlier window has scored, but not its own first token, which no token predicts. Source: HuggingFace's page
+    on the perplexity of fixed-length models. ValueError for a ``stride`` above ``context``.
     """
     for name, value, least_value in (("length", length, 0), ("context", context, 2), ("stride", stride, 1)):
         check_int(name, value, least_value)
@@ -50,20 +50,18 @@ def windows(length: int, context: int, stride: int) -> Iterator[tuple[slice, sli
 def score(
     states: Callable[[Tensor], Tensor], weight: Tensor, ids: Tensor, context: int, stride: int, **options: Any
 ) -> Score:
-    """Log-probabilities of a text's tokens ``ids`` [tokens]. Each is predicted from at least ``context - stride``
-    tokens before it, or from all tokens before it if there are fewer.
+    """Log-probabilities of a text's tokens ``ids`` [tokens]. Each token is predicted from the ``context - stride``
+    tokens before it or more, or from all tokens before it if there are fewer.
 
-    ``states``: a function from a window's ids [n] to its hidden states [n, hidden]. ``options``: of
+    ``states``: a function from a window's ids [n] to hidden states [n, hidden]. ``options``: options of
     ``linear_logprobs``.
     """
     logprobs = torch.zeros(len(ids), dtype=torch.float32, device=ids.device)
     is_scored = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for window, scored_tokens in windows(len(ids), context, stride):
         window_logprobs = linear_logprobs(states(ids[window]), weight, ids[window], shift=1, **options)
-        logprobs[scored_tokens], is_scored[scored_tokens] = (
-            window_logprobs[scored_tokens.start - window.start :].float(),
-            True,
-        )
+        logprobs[scored_tokens] = window_logprobs[scored_tokens.start - window.start :].float()
+        is_scored[scored_tokens] = True
     return Score(logprobs, is_scored)
 
 
@@ -71,15 +69,16 @@ def load_prompt_logprobs(prompts: Iterable[Sequence[Any]], length: int | None = 
     """Fields of a batch for ``losses.topk_kl`` from log-probabilities of prompts, for a call with ``shift=1``.
 
     Args:
-        prompts: of each prompt a list with an entry for each token. An entry is None, vLLM's ``prompt_logprobs``
-            ({id: record}; its server has ids as text), or SGLang's ``input_top_logprobs`` ([(logprob, id, text), ...]).
-        length: number of rows for each prompt; None: that of the longest prompt.
+        prompts: for each prompt a list with an entry for each token. An entry is None, or has the format of vLLM's
+            ``prompt_logprobs``, {id: record} with ids as ints or text, or of SGLang's ``input_top_logprobs``,
+            [(logprob, id, text), ...].
+        length: number of rows for each prompt; None: the length of the longest prompt.
 
     Returns:
         ``teacher_ids`` int64 and ``teacher_logprobs`` fp32, [prompts, length, K], on the CPU. K is the length of the
         longest entry. An entry is the distribution that predicts its token, and stands in the row of the token before.
-        Missing log-probabilities are -inf, which the loss leaves out: those of shorter entries, and of rows from a
-        prompt's last token on.
+        Shorter entries are filled up with log-probabilities of -inf, which the loss leaves out, as are the rows of a
+        prompt's last token and of padding.
 
     Raises:
         ValueError: a prompt is longer than ``length``.
@@ -114,9 +113,9 @@ def entries_of(entry: Any) -> list[tuple[float, int]]:
 def dump_prompt_logprobs(ids: Tensor, results: Any, engine: str = "vllm") -> Any:
     """The log-probabilities of a prompt ``ids`` [tokens] in an engine's format, as numbers, lists and dicts.
 
-    ``results``: those of ``linear_logprobs(hidden, weight, ids, top_k=K, shift=1)``. ``engine``: ``"vllm"`` returns
-    vLLM's ``prompt_logprobs``, where the prompt's token follows its top K without a rank if it is not among them;
-    ``"sglang"`` returns SGLang's ``input_token_logprobs`` and ``input_top_logprobs``. Texts of tokens are None."""
+    ``results``: the results of ``linear_logprobs(hidden, weight, ids, top_k=K, shift=1)``. ``engine``: ``"vllm"``
+    returns vLLM's ``prompt_logprobs``; a token of the prompt that is not among the top K comes after them, with rank
+    None. ``"sglang"`` returns SGLang's ``input_token_logprobs`` and ``input_top_logprobs``. Tokens' texts are None."""
     choice("dump_prompt_logprobs", "engine", engine, ("vllm", "sglang"))
     token_ids, logprobs = ids.tolist(), [None, *results.logprobs.tolist()[1:]]
     top_records = [
@@ -127,14 +126,14 @@ def dump_prompt_logprobs(ids: Tensor, results: Any, engine: str = "vllm") -> Any
         token_records = [(logprob, token_id, None) for logprob, token_id in zip(logprobs, token_ids, strict=True)]
         return {"input_token_logprobs": token_records, "input_top_logprobs": [None, *top_records[1:]]}
     prompt_logprobs: list[Any] = [None]
-    for token_id, logprob, top_of_token in list(zip(token_ids, logprobs, top_records, strict=True))[1:]:
+    for token_id, logprob, token_records in list(zip(token_ids, logprobs, top_records, strict=True))[1:]:
         records_by_id = {
-            top_id: vllm_record(top_logprob, rank) for rank, (top_logprob, top_id, _) in enumerate(top_of_token, 1)
+            top_id: vllm_record(top_logprob, rank) for rank, (top_logprob, top_id, _) in enumerate(token_records, 1)
         }
         prompt_logprobs.append(records_by_id | {token_id: records_by_id.get(token_id, vllm_record(logprob, None))})
     return prompt_logprobs
 
 
 def vllm_record(logprob: float | None, rank: int | None) -> dict[str, Any]:
-    """vLLM's record of a token, by ``RECORD_FIELDS``."""
+    """The record of a token in vLLM's format: values by ``RECORD_FIELDS``."""
     return dict(zip(RECORD_FIELDS, (logprob, rank, None), strict=True))

@@ -1,5 +1,5 @@
-"""Metrics: functions of the statistics that losses read. They need no softmax of their own, and read nothing from the
-device."""
+"""Metrics: functions of the statistics that losses read. They take no further softmax, and the host reads
+nothing from the device."""
 
 from ..core.checks import answer_names
 from .functions import (

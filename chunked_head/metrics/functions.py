@@ -1,5 +1,5 @@
-"""The library's metrics. They read the statistics that losses read, so that they need no softmax of their own, and the
-host reads nothing from the device. ``Metric(...)`` makes a metric of a function that you write.
+"""The library's metrics. Metrics read the statistics that losses read: they take no further softmax, and the host reads
+nothing from the device. ``Metric(...)`` makes a metric of a function that you write.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +33,8 @@ def make(
     needs: Iterable[str] = (),  # names of statistics
     **metric_fields: Any,
 ) -> Metric:
-    """A metric. Its default name joins ``name`` (None: ``kind``), ``suffix``, "segment" if that is the
-    ``level``, and ``reduce`` unless it is "mean". ``metric_options``: the user's ``MetricOptions``. ``metric_fields``:
+    """A metric of the library. Its default name joins ``name`` (None: ``kind``) and ``suffix``, "segment" for that
+    ``level``, and ``reduce`` unless "mean". ``metric_options``: the user's ``MetricOptions``. ``metric_fields``:
     further fields of ``Metric``. TypeError or ValueError for wrong options."""
     if metric_options:
         refuse_unknown("metrics", kind, metric_options, MetricOptions.__annotations__)
@@ -50,10 +50,8 @@ def make(
 
 @sharing_results
 def accuracy(**metric_options: Any) -> Metric:
-    """``argmax == target``: the fraction of tokens whose target has the largest logit; on ties, only the first such id.
-
-    ``metric_options`` of this and all metrics: ``MetricOptions``.
-    """
+    """``argmax == target``: the fraction of tokens whose target has the largest logit. Of several ids with the largest
+    logit, the first is the argmax. ``metric_options`` of all metrics: ``MetricOptions``."""
     return make("accuracy", _accuracy, metric_options, needs=("argmax",))
 
 
@@ -104,7 +102,7 @@ def logprob(reduce: Reduce = "mean", **metric_options: Any) -> Metric:
 def _statistic_metric(
     kind: str, statistic: str, reduce: Reduce, metric_options: Mapping[str, Any], **metric_fields: Any
 ) -> Metric:
-    """A metric whose values are a statistic."""
+    """A metric whose value for a token is the statistic ``statistic``."""
     needs = () if statistic in ("logprob", "lse") else (statistic,)
     metric_fields |= {"options": {"statistic": statistic}, "needs": needs, "reads_target": statistic == "logprob"}
     return make(kind, _statistic_values, metric_options, reduce=reduce, **metric_fields)
@@ -128,8 +126,8 @@ def _top_probability(stats: Any, batch: Any) -> Tensor:
 
 @sharing_results
 def margin(reduce: Reduce = "mean", **metric_options: Any) -> Metric:
-    """``-x.topk(2)[0].diff()[:, 0]``: log-probability of the likeliest id minus that of the second likeliest; 0 on
-    ties."""
+    """``-x.topk(2)[0].diff()[:, 0]``: log-probability of the likeliest id minus the log-probability of the second
+    likeliest id."""
     needs = "top_logprob", "runner_up_logprob"
     return make("margin", _margin, metric_options, reduce=reduce, needs=needs, reads_target=False)
 
@@ -165,11 +163,11 @@ def effective_sample_size(
     ratio_clamp: float | None = 20.0,
     **metric_options: Any,
 ) -> Metric:
-    """``r.sum() ** 2 / (r ** 2).sum()`` over all tokens, or with ``level="segment"`` all segments; between 1 and their
-    number.
+    """``r.sum() ** 2 / (r ** 2).sum()`` over all tokens, or over all segments with ``level="segment"``. The value lies
+    between 1 and the number of tokens or segments; ``normalized`` divides by this number.
 
-    ``normalized`` divides by that number, so that the value is at most 1. ``.sum`` of the value is ``(sum r, sum
-    r^2)``. ``r``, ``against``, ``level`` and ``ratio_clamp`` are as in ``ratio``.
+    ``.sum`` of the value is ``(sum r, sum r^2)``. The ratio ``r``, ``against``, ``level`` and ``ratio_clamp`` are as in
+    ``ratio``.
     """
     kind = "effective_sample_size"
     flag(f"normalized of metrics.{kind}", normalized)
@@ -207,7 +205,8 @@ def kl_old(
     policy sampled.
 
     ``estimator``: "k3" is the formula above, "k1" ``-d``, "abs" ``d.abs()``, "k2" ``d ** 2 / 2``. ``ratio_clamp`` c:
-    ``d`` is clamped to [-c, c]. ``level="segment"``: ``d`` is its mean over the segment's tokens, GSPO's log-ratio.
+    ``d`` is clamped to [-c, c]. With ``level="segment"``, ``d`` is GSPO's log-ratio: the mean of ``logprob -
+    old_logprobs`` over a segment's tokens.
     """
     choice("metrics.kl_old", "estimator", estimator, ESTIMATORS)
     ratio_fields = _ratio_fields("kl_old", "old", level, ratio_clamp, estimator=estimator)
@@ -263,10 +262,10 @@ def clip_fraction(
 ) -> Metric:
     """``(r < 1 - clip_low) | (r > 1 + clip_high)``: the fraction of tokens whose ratio r lies outside of the clip.
 
-    ``side``: ``"unsigned"`` counts ratios below or above the bounds, whatever the advantage. ``"low"`` counts ratios
-    below with a negative advantage, ``"high"`` ratios above with a positive advantage, and ``"signed"`` both of these:
-    PPO's clip removes their gradient. A ratio at a bound is not counted. ``level="segment"``: the fraction of segments,
-    by GSPO's ratio and the mean advantage of the segment.
+    ``side``: ``"unsigned"`` counts all ratios outside of the clip. ``"low"`` counts ratios below the clip with a
+    negative advantage, ``"high"`` counts ratios above the clip with a positive advantage, and ``"signed"`` counts both:
+    PPO's clip removes the gradients of these tokens. A ratio at a bound is not counted. ``level="segment"``: the
+    fraction of segments, by GSPO's ratio and the mean advantage of the segment.
     """
     metric_name = "metrics.clip_fraction"
     choice(metric_name, "side", side, ("unsigned", "signed", "low", "high"))
@@ -293,7 +292,7 @@ def _clip_fraction(
 
 @sharing_results
 def advantage(reduce: Reduce = "mean", **metric_options: Any) -> Metric:
-    """``A``: the mean of ``batch["advantages"]`` over tokens that count; by ``reduce`` their maximum or minimum."""
+    """``A``, the field ``advantages``: its mean over tokens that count; with ``reduce`` its maximum or minimum."""
     return make("advantage", _advantage, metric_options, reduce=reduce, fields=("advantages",), reads_target=False)
 
 
@@ -317,8 +316,8 @@ def vocabulary_sum(
     **metric_options: Any,
 ) -> Metric:
     """``f(p.log()).sum(-1)`` with ``function`` f. ``function`` and ``options`` are as in ``losses.vocabulary_sum``.
-    Example: the probability of all ids above a threshold, ``lambda log_p: torch.where(log_p > -3, log_p.exp(),
-    0.0)``."""
+    Example of f, for the total probability of the ids above a threshold: ``lambda log_p: torch.where(log_p > -3,
+    log_p.exp(), 0.0)``."""
     vocab_sum = sum_of("metrics.vocabulary_sum", function, options, False)
     return _statistic_metric(
         "vocabulary_sum", "vocabulary_sum", reduce, metric_options, sums={"vocabulary_sum": vocab_sum}
@@ -327,8 +326,8 @@ def vocabulary_sum(
 
 @sharing_results
 def agreement(**metric_options: Any) -> Metric:
-    """``argmax == q.argmax(-1)``: the fraction of tokens whose likeliest id is that of the dense teacher ``q``; on
-    ties, the first such id. ``q`` is as in ``acceptance``."""
+    """``argmax == q.argmax(-1)``: the fraction of tokens for which student and dense teacher ``q`` have the same
+    likeliest id. Of several likeliest ids, the first is the argmax. ``q`` is as in ``acceptance``."""
     return make("agreement", _agreement, metric_options, needs=("argmax", "teacher_argmax"), reads_target=False)
 
 

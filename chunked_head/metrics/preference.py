@@ -21,7 +21,7 @@ from .functions import make
 from .values import Metric
 
 Quantity = Literal["chosen", "rejected", "margin", "accuracy"]
-# TRL's names of the quantities
+# TRL's name of each quantity
 TRL_NAMES: dict[Quantity, str] = {
     "chosen": "chosen", "rejected": "rejected", "margin": "margins", "accuracy": "accuracies"
 }  # fmt: skip
@@ -40,13 +40,13 @@ def reward(
     **metric_options: Any,
 ) -> Metric:
     """``beta * (segment_sum(logprob - ref_logprobs)[chosen] - segment_sum(logprob - ref_logprobs)[rejected])`` per
-    pair, the "margin" of the implicit rewards of DPO (arXiv 2305.18290). ``quantity`` "chosen" and "rejected": the
-    reward of that segment of a pair. "accuracy": 1 where the margin is positive, else 0.
+    pair, the "margin" of the implicit rewards of DPO (arXiv 2305.18290). ``quantity``: "chosen" or "rejected" is the
+    reward of the pair's chosen or rejected segment; "accuracy" is 1 where the margin is positive, else 0.
 
     ``average``, ``reference_free`` and ``ld_alpha`` are as in ``losses.dpo``, ``alpha`` as in ``losses.simpo``.
-    ``beta=1`` with ``reference_free`` makes log-probabilities. ``paired=False``: segments are chosen where
-    ``segment_labels`` are true, as in ``losses.kto``; "chosen" and "rejected" are means over the segments of one label,
-    and the margin is the difference of these means.
+    ``beta=1`` with ``reference_free`` makes log-probabilities. With ``paired=False`` there are no pairs: as in
+    ``losses.kto``, ``segment_labels`` are true for chosen segments. "chosen" and "rejected" are then means over the
+    chosen or rejected segments, and "margin" is the difference of these means.
 
     Fields: ``segments``, ``pairs`` (``segment_labels`` for ``paired=False``), ``ref_logprobs`` unless
     ``reference_free``. A segment counts if it has a token that counts, and a pair if both segments count.
@@ -84,50 +84,44 @@ def _reward(stats: Stats, batch: Batch, quantity: str, beta: float, **options: A
 
 
 def _labelled_reward(stats: Stats, batch: Batch, quantity: str, beta: float, **options: Any) -> tuple[Tensor, ...]:
-    """Returns for ``quantity`` "chosen" two vectors [num_segments]: rewards, 0 for segments that are not chosen, and
-    whether a segment is chosen. For "rejected": likewise of rejected segments. For "margin": these two pairs, in that
-    order."""
-    rewards, labels = beta * segment_scores(stats, batch, **options), batch["segment_labels"]
-    labelled_sides = ("chosen", labels), ("rejected", ~labels)
-    values_and_flags = {name: (torch.where(flags, rewards, 0.0), flags) for name, flags in labelled_sides}
-    return (
-        values_and_flags["chosen"] + values_and_flags["rejected"]
-        if quantity == "margin"
-        else values_and_flags[quantity]
-    )
+    """Rewards without pairs. Returns for ``quantity`` "chosen" two vectors [num_segments]: rewards, 0 for segments that
+    are not chosen; and bools, true for chosen segments. Returns for "rejected" the same of rejected segments, for
+    "margin" both pairs of vectors."""
+    rewards, is_chosen = beta * segment_scores(stats, batch, **options), batch["segment_labels"]
+    chosen = torch.where(is_chosen, rewards, 0.0), is_chosen
+    rejected = torch.where(~is_chosen, rewards, 0.0), ~is_chosen
+    return {"chosen": chosen, "rejected": rejected, "margin": chosen + rejected}[quantity]
 
 
 def segment_scores(
     stats: Stats, batch: Batch, average: bool, has_reference: bool, power: float, ld_alpha: float | None
 ) -> Tensor:
-    """Scores [num_segments] of segments, which all metrics of a call share."""
-    key = id(stats), average, has_reference, power, ld_alpha
+    """Scores [num_segments] of segments. Metrics of a call with equal arguments share the tensor."""
+    key = id(stats.values), average, has_reference, power, ld_alpha
     if key not in batch.shared_values:
         token_scores = score_terms(stats, batch, has_reference)
         if ld_alpha is not None:
             token_scores = torch.where(is_past_shorter(batch), token_scores * ld_alpha, token_scores)
-        totals = segment_totals(token_scores, batch, average)
+        segment_sums = segment_totals(token_scores, batch, average)
         # beside the statistics, which stay alive, so that no other object gets their id
-        batch.shared_values[key] = stats, transformed_scores(totals, power, MAX_EXPONENT)
+        batch.shared_values[key] = stats, transformed_scores(segment_sums, power, MAX_EXPONENT)
     return batch.shared_values[key][1]
 
 
-# options of rewards that replace those of the loss, by loss. TRL's rewards of DPO are sums of log-ratios for all
-# variants
+# options of ``reward`` that replace the loss's options, by loss. TRL's rewards are sums for all variants of DPO
 SHARED_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"average": False}, "kto": {"paired": False}, "simpo": {}, "cpo": {}, "orpo": {"average": True},
 }  # fmt: skip
 
 
 def preference(loss: Losses) -> tuple[Metric, ...]:
-    """The metrics that trainers log beside a preference loss (DPO and its variants, CPO, SimPO, ORPO, KTO), by TRL's
-    names: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (not of KTO),
-    ``logps/chosen`` and ``logps/rejected``. They need no further pass: ``linear_loss(..., loss,
-    metrics=metrics.preference(loss))``.
+    """The metrics that trainers log beside a preference loss (DPO and its variants, CPO, SimPO, ORPO, KTO), with TRL's
+    names: ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``, ``rewards/accuracies`` (not for KTO),
+    ``logps/chosen`` and ``logps/rejected``. Usage: ``linear_loss(..., loss, metrics=metrics.preference(loss))``.
 
-    ``beta`` and the scores' options are those of the first preference loss of the sum. Rewards and log-probabilities
-    are sums over a segment for DPO and KTO, means for SimPO, ORPO and CPO's "ipo". With ``alpha`` rewards are
-    AlphaPO's. ValueError for a sum without a preference loss.
+    ``beta`` and the options of rewards come from the first preference loss in the sum ``loss``. Rewards and
+    log-probabilities are sums over a segment for DPO and KTO, means for SimPO, ORPO and CPO's "ipo". If the loss has an
+    ``alpha``, rewards are AlphaPO's. ValueError for a sum without a preference loss.
     """
     summand = next((summand for _, summand in getattr(loss, "terms", ()) if summand.kind in SHARED_OPTIONS), None)
     if summand is None:

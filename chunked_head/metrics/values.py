@@ -1,4 +1,4 @@
-"""Metrics and their values. A value is a sum and a count, or an extremum, so that values can be combined over
+"""Metrics and their values. A value keeps a sum and a count, or an extremum, so that values can be combined over
 micro-batches (``combine``) and ranks (``all_reduce``). Only ``MetricValue.value`` divides.
 """
 
@@ -21,19 +21,15 @@ Reduce = Literal["mean", "max", "min"]
 Weighting = Literal["token", "segment", "document"]
 OF_NOTHING = {"mean": 0.0, "max": -INFINITY, "min": INFINITY}  # the sum or extremum of no values, by reduction
 Finish = Literal["mean", "perplexity", "effective_sample_size", "effective_sample_fraction", "share", "difference"]
-COMPONENTS_BY_FINISH = {
-    "effective_sample_size": 2,
-    "effective_sample_fraction": 2,
-    "share": 2,
-    "difference": 4,
-}  # if it is not 1
+# numbers per unit, where more than one
+COMPONENTS_BY_FINISH = {"effective_sample_size": 2, "effective_sample_fraction": 2, "share": 2, "difference": 4}
 
 
 class MetricOptions(TypedDict, total=False):
     """Options of every metric.
 
-    ``weighting`` of a mean: ``"token"``: the mean over all tokens that count. ``"segment"``: the mean over segments of
-    each segment's mean over its tokens that count. ``"document"``: likewise over documents. Segments and documents
+    ``weighting`` says what a mean is over. ``"token"``: all tokens that count. ``"segment"``: the means of segments,
+    each over the segment's tokens that count. ``"document"``: likewise the means of documents. Segments and documents
     without a token that counts are left out. The token fields ``segments`` and ``documents`` have the ids; -1 means no
     segment. ``temperature`` divides the logits that the metric reads; None: the call's temperature. ``name`` is the key
     of the metric in ``out.metrics``.
@@ -46,20 +42,20 @@ class MetricOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Metric(Measure):
-    """A metric of ``function(stats, batch, **options)``, which returns values [n], one per unit. ``fields`` are as in
-    ``losses.custom``.
+    """A metric of ``function(stats, batch, **options)``, which returns values [n], one per unit: token, segment or
+    pair. ``fields`` are as in ``losses.custom``.
 
-    When the metric is made, a user's function runs on made-up tokens, as in ``losses.custom``. It must return a number
-    for each unit. With ``scope="token"``, values of two pieces of the tokens must be those of all tokens at once.
-    ValueError otherwise; ``check=False`` leaves out this check.
+    When the metric is made, a user's function runs on made-up tokens. ValueError unless it returns a number for each
+    unit; with ``scope="token"`` also if values of two pieces of the tokens differ from values of all tokens at once.
+    ``check=False`` leaves out this check.
     """
 
     unit: Literal["token", "segment", "pair"] = "token"
     reduce: Reduce = "mean"
     weighting: Weighting = "token"  # for unit "token" only
-    finish: Finish = "mean"  # name of the function of sums and count that is ``.value``
+    finish: Finish = "mean"  # name of the function that makes ``MetricValue.value`` from the sum and the count
     check: bool = True  # a user's function runs on made-up tokens when the metric is made
-    # number of values per unit: the function's, its square for a sample size, flags for shares and differences of means
+    # number of values per unit: the function's value, and its square for a sample size or flags for a share
     components: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -94,18 +90,18 @@ class Metric(Measure):
 
     @property
     def key(self) -> tuple:
-        """A key that is equal for metrics that compile to the same code."""
+        """A key that is equal for two metrics that compile to the same code."""
         code_key, _ = self.key_and_numbers
         return code_key, self.unit, self.reduce, self.weighting, self.components, self.scope, self.reads_target
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """A key that is equal for metrics that differ in numbers at most."""
+        """A key that is equal for two metrics that differ in numbers at most."""
         return self.key, self.inputs_key, self.finish
 
     @property
     def ids(self) -> str:
-        """Name of the field of ids over which the weighting takes means."""
+        """Name of the field with the ids of what ``weighting`` takes means of: segments or documents."""
         return "documents" if self.weighting == "document" else "segments"
 
 
@@ -129,11 +125,11 @@ def as_metrics(metrics: Any) -> tuple[Metric, ...]:
 
 
 class Group(NamedTuple):
-    """The identity of a process group, which can be copied and pickled. ``number`` differs for groups of equal names,
-    such as a group before and one after a restart of torch.distributed."""
+    """The identity of a process group. A ``Group`` can be copied and pickled. Groups of equal names have different
+    numbers, such as the groups before and after a restart of torch.distributed."""
 
     name: str
-    number: int  # of the group, in the order in which this process first used its groups
+    number: int  # position of the group in the order in which this process first used its groups
 
     @classmethod
     def from_process_group(cls, group: Any) -> "Group":
@@ -148,11 +144,11 @@ NEXT_GROUP_NUMBER = itertools.count()  # iterator of the numbers of groups
 
 @dataclass(frozen=True, eq=False)
 class MetricValue:
-    """The value of a metric over some tokens: ``sum`` and ``count``, or ``extremum``. They are 0-d tensors on the
-    device, but ``sum`` is [2] for an effective sample size and a share, and [4] for a difference."""
+    """The value of a metric over some tokens: ``sum`` and ``count``, or ``extremum``. These are 0-d tensors on the
+    device, except that ``sum`` is [2] for an effective sample size or a share, and [4] for a difference."""
 
     reduce: Reduce = "mean"
-    sum: Tensor | None = None  # of the function's values, weighted; None for an extremum
+    sum: Tensor | None = None  # sum of the weighted values; None for an extremum
     count: Tensor | None = None  # number of tokens that count; by weighting, of segments or documents with such a token
     extremum: Tensor | None = None  # without tokens a maximum is -inf and a minimum inf
     finish: Finish = "mean"
@@ -173,12 +169,12 @@ class MetricValue:
 
     def __repr__(self) -> str:
         if self.reduce != "mean":
-            return f"MetricValue({short(self.value)}, {self.reduce})"
-        return f"MetricValue({short(self.value)}, sum={short(self.sum)}, count={short(self.count)})"
+            return f"MetricValue({short_text(self.value)}, {self.reduce})"
+        return f"MetricValue({short_text(self.value)}, sum={short_text(self.sum)}, count={short_text(self.count)})"
 
 
-def short(value: Tensor | None) -> str:
-    """A text with the numbers of a tensor, six digits each; with its shape for a tensor on the meta device."""
+def short_text(value: Tensor | None) -> str:
+    """A tensor as text: its numbers with six digits each; on the meta device its shape."""
     if value is None or value.device.type == "meta":
         return "None" if value is None else f"tensor{list(value.shape)}"
     numbers = [f"{number:.6g}" for number in value.detach().flatten().tolist()]
@@ -220,19 +216,17 @@ OPTION_CHOICES = (
 
 
 def weights_in(token_counts: Tensor, segment_ids: Tensor, mask: Tensor) -> Tensor:
-    """Weights [n] with which a sum over tokens is the sum of the segments' means: 1 / ``token_counts`` of the token's
-    segment, or 0 if a token does not count or has no segment. ``token_counts`` [s]: number of tokens that count in each
-    segment. ``segment_ids`` [n] in [-1, s): the tokens' segments. ``mask`` [n] bool: true where a token counts."""
+    """Weights [n] that turn a sum over tokens into the sum of the segments' means: 1 / ``token_counts`` of the token's
+    segment, or 0 if the token does not count or has no segment. ``token_counts`` [s]: each segment's number of tokens
+    that count. ``segment_ids`` [n]: the tokens' segments in [0, s), or -1. ``mask`` [n] bool: the tokens that count."""
     in_segment = mask & (segment_ids >= 0)
     return torch.where(in_segment, 1.0 / token_counts.clamp(min=1.0)[segment_ids.clamp(min=0)], 0.0)
 
 
 def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Terms [n] of a metric's sum or extremum, detached, fp32 or fp64: ``values`` [n] where ``mask`` [n] bool is true,
-    and elsewhere 0 for a sum, -inf for a maximum, inf for a minimum.
-
-    ``weights`` [n]: factors of a sum's terms, from ``weights_in``; None for ``weighting="token"``.
-    """
+    """What a metric's sum or extremum is over, [n] fp32 or fp64 without a graph: ``values`` [n] where ``mask`` [n] bool
+    is true; elsewhere 0 for a sum, -inf for a maximum, inf for a minimum. ``weights`` [n]: factors of ``values``, from
+    ``weights_in``; None for ``weighting="token"``."""
     values = values.detach()
     if values.dtype != torch.float64:
         values = values.float()
@@ -243,8 +237,8 @@ def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | Non
 
 
 def merge(a: MetricValue, b: MetricValue) -> MetricValue:
-    """The metric over the tokens of ``a`` and of ``b``, such as those of two micro-batches. ValueError for values of
-    different metrics, or that are reduced over different ranks."""
+    """The metric over the tokens of ``a`` and of ``b``, which may come from two micro-batches. ValueError if ``a`` and
+    ``b`` are values of different metrics, or are reduced over different ranks."""
     if a.whole_of != b.whole_of:
         raise ValueError(
             "metrics of one rank's tokens and of all ranks', or of two process groups', cannot be merged: give both "
@@ -264,7 +258,7 @@ def merge(a: MetricValue, b: MetricValue) -> MetricValue:
 
 def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricValue]:
     """The metrics over the tokens of all micro-batches, by name. ``several``: a list with the ``out.metrics`` of each
-    micro-batch. A metric that some micro-batches lack is over the tokens of the others.
+    micro-batch. A metric that is missing in some micro-batches is over the tokens of the other micro-batches.
 
     A segment or document that lies in two micro-batches counts twice. TypeError for anything but a list of mappings.
     """
@@ -280,7 +274,7 @@ def combine(several: Iterable[Mapping[str, MetricValue]]) -> dict[str, MetricVal
 
 
 def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[str, MetricValue]:
-    """``metrics`` reduced over the ranks of ``group`` (None: all ranks), by one message.
+    """The metrics over the tokens of all ranks of ``group`` (None: all ranks), by one message.
 
     Every rank, also a rank without tokens, must pass metrics of the same names and kinds, in any order. The ranks of
     the group must have different tokens. Metrics of a call with ``TokenParallel`` over this group are reduced already
@@ -293,26 +287,23 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
     process_group: Any = distributed.group.WORLD if group is None else group
     group_id, unreduced = Group.from_process_group(process_group), dict[str, MetricValue]()
     for name, metric_value in metrics.items():
-        if (
-            metric_value.whole_of is not None
-            and metric_value.whole_of != group_id
-            and metric_value.whole_of.name == group_id.name
-        ):
+        if metric_value.whole_of == group_id:
+            continue
+        if metric_value.whole_of is not None and metric_value.whole_of.name == group_id.name:
             raise ValueError(
                 f"metric {name!r} is of a process group {group_id.name!r} that is no longer there; another one has its "
                 "name now, and which ranks' tokens it holds is not known: reduce metrics before "
                 "destroy_process_group()"
             )
-        if metric_value.whole_of != group_id:
-            unreduced[name] = metric_value
+        unreduced[name] = metric_value
     return {**metrics, **over_ranks(unreduced, process_group)}
 
 
 def over_ranks(
     metrics: Mapping[str, MetricValue], group: Any, sums_counts: bool = True, gather: Callable[..., Any] | None = None
 ) -> dict[str, MetricValue]:
-    """Metrics with sums and extrema of all ranks, by one message. ``sums_counts``: counts are summed over ranks; False
-    if they are those of all ranks already. ``gather``: a function in place of
+    """Metrics over the tokens of all ranks of the process group ``group``, by one message. ``sums_counts``: counts are
+    of this rank and summed over ranks; False if counts are of all ranks already. ``gather``: a function in place of
     ``torch.distributed.all_gather_into_tensor``."""
     attributes = ("sum", "count", "extremum") if sums_counts else ("sum", "extremum")
     # sorted, so that the order is equal on all ranks
@@ -327,13 +318,11 @@ def over_ranks(
     messages = message.new_empty(group.size(), len(message))
     (gather or torch.distributed.all_gather_into_tensor)(messages.view(-1), message, group=group)
     reduced_metrics = dict(metrics)
-    for (name, attribute), local_tensor, values_by_rank in zip(
-        sent_entries, local_tensors, messages.split([tensor.numel() for tensor in local_tensors], 1), strict=True
-    ):
-        reduced_value = {"mean": values_by_rank.sum(0), "max": values_by_rank.amax(0), "min": values_by_rank.amin(0)}[
-            metrics[name].reduce
-        ]
-        reduced_metrics[name] = replace(
-            reduced_metrics[name], **{attribute: reduced_value.view(local_tensor.shape).to(local_tensor.dtype)}
-        )
+    reductions: dict[str, Callable[..., Tensor]] = {"mean": torch.sum, "max": torch.amax, "min": torch.amin}
+    rank_values = messages.split([tensor.numel() for tensor in local_tensors], 1)  # [ranks, numbers] of each tensor
+    for (name, attribute), local_tensor, values in zip(sent_entries, local_tensors, rank_values, strict=True):
+        reduced_values = reductions[metrics[name].reduce](values, 0)
+        reduced_tensor = reduced_values.view(local_tensor.shape).to(local_tensor.dtype)
+        changes: dict[str, Any] = {attribute: reduced_tensor}
+        reduced_metrics[name] = replace(reduced_metrics[name], **changes)
     return reduced_metrics

@@ -88,6 +88,7 @@ def test_a_folder_is_seen_at_a_glance(folder: str) -> None:
 BROAD = {
     ("__main__", "diagnose"): "reports whatever is broken",
     ("__main__", "main"): "prints an error of the arguments in a line",
+    ("__main__", "token_count"): "says what is expected of a number",
     ("__main__", "hollow_model"): "transformers raises errors of many kinds",
     ("integrations.frameworks", "parameters_difference"): "what stands in a framework may have no signature",
     ("integrations.huggingface.explain", "explain_model"): "reports what patch_model would raise",

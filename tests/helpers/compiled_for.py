@@ -18,7 +18,7 @@ def told(name: str, value: Any) -> Any:
     from chunked_head.kernels.common.launcher import PER_CALL, PER_ROW
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from chunked_head.arithmetic.vectors import SIZES
+    from chunked_head.arithmetic.vectors import SIZE_NAMES
 
     if name.isupper() or value is None or isinstance(value, bool):
         return value
@@ -27,7 +27,7 @@ def told(name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, name in PER_ROW or is_input(name) or value.data_ptr() % 16 == 0
     if isinstance(value, int):
-        return abs(value) < 2**31 and (name in (*PER_CALL, *SIZES) or (value == 1, value % 16 == 0))
+        return abs(value) < 2**31 and (name in (*PER_CALL, *SIZE_NAMES) or (value == 1, value % 16 == 0))
     return type(value)
 
 
