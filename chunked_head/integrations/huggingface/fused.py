@@ -1,8 +1,7 @@
-"""Cross-entropy and statistics of lazy logits, computed inside of the head's own call, so that every hook of it runs.
+"""Cross-entropy and row statistics of lazy logits, computed inside of the head's call, so that the head's hooks run.
 
-Losses that a user writes himself read log-probabilities: ``log_softmax`` stays lazy, and ``gather(-1, ids)`` and
-``sum(-1)`` of it are statistics of each row, as are ``gather``, ``logsumexp`` and ``mean`` of the logits themselves.
-One pass makes them.
+Row statistics have one number per row. They are ``gather``, ``logsumexp`` and ``mean`` of lazy logits, and ``gather``
+and ``sum`` of their ``log_softmax``, which is lazy too. Losses that users write read them.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,33 +21,33 @@ from ...metrics import Metric
 from .source import Source, change_in_words, patch_in_forward, version
 from .virtual import RehearsedLoss, Tail, VirtualLogits, replay, tail_of
 
-CHUNK_BYTES = 256 << 20  # memory of a chunk's logits and their copies, where a head's own forward computes them
-COPIES_OF_LOGITS = 4  # fp32 tensors of a chunk: its logits, their cast, log-probabilities, gradient
+CHUNK_BYTES = 256 << 20  # of a chunk's logits and their copies, where a head's own forward computes the logits
+NUM_CHUNK_TENSORS = 4  # fp32 tensors that a chunk takes: its logits, their cast, log-probabilities, gradient
 LOG_SOFTMAX = "log_softmax"  # name of a step of ``VirtualLogits``
 IGNORE_NO_ID = -(1 << 62)  # every id counts: an id out of range is an error, as gather has it
 
 
-def chunk_rows_of(columns: int) -> int:
-    """The number of rows in a chunk of logits that a head's own forward computes."""
-    return max(1, CHUNK_BYTES // (columns * torch.float32.itemsize * COPIES_OF_LOGITS))
+def chunk_rows_of(vocab: int) -> int:
+    """The number of rows of a chunk, where a head's own forward computes the chunk's logits [rows, vocab]."""
+    return max(1, CHUNK_BYTES // (vocab * torch.float32.itemsize * NUM_CHUNK_TENSORS))
 
 
 @dataclass(frozen=True, eq=False)
 class LazyLoss:
-    """A loss of lazy logits: the model's cross-entropy, or the ``loss`` of ``patch_model`` in its place."""
+    """A cross-entropy of lazy logits, or the loss that ``patch_model(loss=)`` puts in place of a cross-entropy."""
 
     source: Source
     tail: Tail
-    steps: tuple[tuple[str, Any], ...]  # the model's operations on logits, as ``tail``
-    targets: Tensor  # int64, one per row of logits
+    steps: tuple[tuple[str, Any], ...]  # of ``VirtualLogits``: the operations that ``tail`` sums up
+    targets: Tensor  # int64, an id for each row of logits
     ignore_index: int
     reduction: str
-    class_weights: Tensor | None  # [vocab], of the model's cross-entropy
+    class_weights: Tensor | None  # [vocab], of the cross-entropy
     loss: Losses
     metrics: Sequence[Metric]
 
     def loss_from_weight(self, module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss by the head's weight; to run inside of the head's call."""
+        """Computes the loss from the head's weight, as a function that ``LazyHead.run_inside`` runs."""
         if is_dtensor(module._parameters.get("weight")):  # inside of the head's hooks too
             return self.loss_by_chunks(hidden, head_forward)
         options = library_options(self.source, self.tail, module)
@@ -60,9 +59,8 @@ class LazyLoss:
         return output.loss
 
     def rehearse_loss(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """In a rehearsal on the meta device (``explain.py``): adds the loss to the patch's ``rehearsed``, and returns
-        an empty loss on the meta device. ``weight``: None if the loss would call the head's own forward for each
-        chunk."""
+        """Adds the loss to the patch's ``rehearsed``, and returns an empty loss on the meta device (``explain.py``).
+        ``weight``: None if the loss would call the head's own forward for each chunk."""
         source = self.source
         cast_dtypes = [argument for name, argument in self.steps if name == "cast"]
         logits_dtype = torch.float32 if source.autocast_dtype is not None else (source.layout.dtype, *cast_dtypes)[-1]
@@ -74,8 +72,8 @@ class LazyLoss:
         return hidden.new_empty(shape, dtype=fp32_or_wider(hidden.dtype), requires_grad=True)
 
     def loss_by_chunks(self, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss by ``head_forward``, which computes logits of some rows at a time, and again in backward: for heads
-        that are more than a matrix (adapters, quantised weights, shards)."""
+        """Computes the loss in chunks of rows, for heads that are more than a matrix (adapters, quantised weights,
+        shards). ``head_forward`` computes the logits of a chunk, and computes them again in backward."""
         patch = self.source.patch
         if any(summand.normalizer is not None or summand.reduction is not None for _, summand in self.loss.terms):
             head_in_words = f"{patch.report.head_name}, a {type(patch.head).__name__}"
@@ -83,7 +81,7 @@ class LazyLoss:
         if patch.rehearsed is not None:
             return self.rehearse_loss(hidden, None, None)
         hidden_rows, targets = hidden.reshape(-1, hidden.shape[-1]), self.targets.reshape(-1)
-        chunk_rows = chunk_rows_of(self.source.layout.columns)
+        chunk_rows = chunk_rows_of(self.source.layout.num_columns)
         chunks = zip(hidden_rows.split(chunk_rows), targets.split(chunk_rows), strict=True)
         chunk_losses = [checkpoint(self.chunk_loss, head_forward, *chunk, [], use_reentrant=False) for chunk in chunks]
         if self.reduction == "none":
@@ -92,16 +90,16 @@ class LazyLoss:
         return loss_sum if self.reduction == "sum" else loss_sum / mean_denominator(self)
 
     def chunk_loss(
-        self, head_forward: Callable[[Tensor], Tensor], hidden_rows: Tensor, ids: Tensor, first_versions: list[Any]
+        self, head_forward: Callable[[Tensor], Tensor], hidden_rows: Tensor, targets: Tensor, first_versions: list[Any]
     ) -> Tensor:
-        """The loss of some rows: their sum, or [rows] where ``reduction`` is ``"none"``.
+        """The sum of the losses of a chunk's rows; the losses [rows] where ``reduction`` is ``"none"``.
 
-        ``first_versions``: a list that is empty in the forward pass, which puts the operands' versions into it. In
-        backward the checkpoint calls again. RuntimeError if an operand's version differs then."""
+        ``first_versions``: an empty list, which the forward pass fills with the operands' versions. Backward calls the
+        function again with the list. RuntimeError if an operand's version is another then."""
         is_repeated, patch = bool(first_versions), self.source.patch
         if not torch.compiler.is_compiling():  # a graph's tensors are values, which nothing writes to
             operand_versions = [
-                version(tensor) for tensor in (hidden_rows, ids, self.class_weights) if tensor is not None
+                version(tensor) for tensor in (hidden_rows, targets, self.class_weights) if tensor is not None
             ]
             if is_repeated and (
                 first_versions != operand_versions or change_in_words(self.source.head, self.source.parameter_versions)
@@ -115,7 +113,7 @@ class LazyLoss:
         logits = replay(self.source.layout.checked(head_forward(hidden_rows)), self.steps)
         reduction = "none" if self.reduction == "none" else "sum"
         options: Any = {"metrics": self.metrics, "ignore_index": self.ignore_index, "reduction": reduction}
-        output = logits_loss(logits, ids, self.loss, **options)
+        output = logits_loss(logits, targets, self.loss, **options)
         if not is_repeated:
             patch.add_metrics(output)
         return output.loss
@@ -131,8 +129,8 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``F.cross_entropy`` of lazy logits and class ids. NotImplemented for other targets and shapes, and for a head or
-    operations on logits that this library has no function for."""
+    """``F.cross_entropy`` of lazy logits for targets that are ids. NotImplemented for other targets, shapes and
+    arguments, for a head that is no longer lazy, and for operations on the logits that no ``Tail`` describes."""
     tail, source = tail_of(logits), logits.source
     row_shape = tuple(logits.shape[:-1])
     if size_average is not None or reduce is not None or not isinstance(target, Tensor):
@@ -142,11 +140,11 @@ def cross_entropy(
         return NotImplemented
     if tail is None or not source.has_lazy_head:
         return NotImplemented
-    has_logits_dtype = not torch.is_autocast_enabled(source.device_type)  # autocast computes a cross-entropy in fp32
+    is_autocast = torch.is_autocast_enabled(source.device_type)  # then PyTorch's cross-entropy is in fp32
     targets = target.to(logits.hidden.device, torch.int64)
     smoothing, patch, metrics = float(label_smoothing), source.patch, ()
-    loss, is_by_model = losses.cross_entropy(smoothing, weight), patch_in_forward(source.head) is patch
-    if is_by_model and patch.loss_argument:  # loss= and metrics= have no part in a loss outside of the forward
+    loss, is_in_forward = losses.cross_entropy(smoothing, weight), patch_in_forward(source.head) is patch
+    if is_in_forward and patch.loss_argument:  # loss= and metrics= have no part in a loss outside of the forward
         if reduction == "none":
             raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
         if patch.loss is not None and (weight is not None or smoothing):
@@ -162,20 +160,20 @@ def cross_entropy(
     else:
         with source.loss_state():
             loss_value = lazy_loss.loss_by_chunks(logits.hidden, source.call)
-    patch.count_loss(tail, is_by_model)
-    return loss_value.to(logits.dtype if has_logits_dtype else fp32_or_wider(logits.dtype))
+    patch.count_loss(tail, is_in_forward)
+    return loss_value.to(fp32_or_wider(logits.dtype) if is_autocast else logits.dtype)
 
 
 def library_options(source: Source, tail: Tail, module: Any) -> dict[str, Any]:
-    """Arguments of this library's functions by name: the weight and bias of ``module``, the tail, and the options of
-    ``patch_model``. RuntimeError for a weight that is sharded now."""
-    weight = module.weight  # once: a parametrised one is computed each time
+    """Arguments of this library's functions by name: weight and bias of ``module``, the tail's numbers, the options of
+    ``patch_model``. RuntimeError if the weight is sharded."""
+    weight = module.weight  # read once: each access computes a parametrised weight
     if is_dtensor(weight):
         raise RuntimeError("the head's weight is sharded where its logits are read; use logits.materialise()")
-    if weight.shape[0] != source.layout.columns:
+    if weight.shape[0] != source.layout.num_columns:
         raise RuntimeError(
-            f"the head's weight has {weight.shape[0]} rows where {source.layout.columns} were expected; if a sharding "
-            "framework holds a part of it, its hooks have to run around the head's call"
+            f"the head's weight has {weight.shape[0]} rows where {source.layout.num_columns} were expected; if a "
+            "sharding framework holds a part of it, its hooks have to run around the head's call"
         )
     cropped_weight = weight if tail.vocab is None else weight[: tail.vocab]
     options = {"weight": cropped_weight, "bias": tail.bias(module.bias, weight), "softcap": tail.softcap}
@@ -183,13 +181,13 @@ def library_options(source: Source, tail: Tail, module: Any) -> dict[str, Any]:
 
 
 def fp32_or_wider(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or fp64 for fp64."""
+    """fp64 for fp64, fp32 for any other dtype."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def mean_denominator(lazy_loss: LazyLoss) -> Tensor:
-    """The denominator of a mean over tokens, a scalar on the device: the number of tokens that count, or their sum of
-    class weights; 1 if no token counts."""
+    """The denominator of a mean over tokens, a scalar on the device: the number of tokens that count, or the sum of the
+    class weights of their targets; 1 where that is 0."""
     is_counted = lazy_loss.targets != lazy_loss.ignore_index
     if lazy_loss.class_weights is None:
         return is_counted.sum().clamp(min=1)
@@ -198,25 +196,25 @@ def mean_denominator(lazy_loss: LazyLoss) -> Tensor:
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of rows of logits [...] for ids, and the state in which they were computed."""
+    """Statistics of rows of logits, each [...] with one number per row, and the state in which they were computed."""
 
-    logprobs: Tensor  # [...] of the ids
-    lse: Tensor  # [...]
-    mean_logit: Tensor  # [...] over the vocabulary
-    ids: Tensor | None  # [..., 1]; None where ``logprobs`` are of no use
-    ids_version: int | None
+    logprobs: Tensor  # of ``ids``
+    lse: Tensor
+    mean_logit: Tensor  # over the vocabulary
+    ids: Tensor | None  # int64 [..., 1]; None if ``logprobs`` are not to be read
+    ids_version: int | None  # number of writes to ``ids`` at that time
     has_grad: bool  # gradients were enabled
 
 
 class StatisticsOperand(NamedTuple):
-    """What statistics of rows are computed of: lazy logits, or their log-probabilities times a factor."""
+    """An operand of row statistics: lazy logits, or their log-probabilities times a factor."""
 
     logits: VirtualLogits
     tail: Tail
-    factor: float | None  # of log-probabilities; None: statistics are of the logits themselves
+    factor: float | None  # of the log-probabilities; None if the operand is the logits
 
 
-# returns statistics of an operand's rows for ids [..., 1], or for any ids if the second argument is None
+# returns statistics of an operand's rows for ids [..., 1], or for any ids if that argument is None
 StatisticsFunction = Callable[[StatisticsOperand, Tensor | None], RowStatistics]
 
 
@@ -231,7 +229,7 @@ def log_softmax(logits: VirtualLogits, dim: Any = None, _stacklevel: int = 3, dt
 
 
 def nll_loss(logprobs: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
-    """``F.nll_loss`` of lazy log-probabilities, which is the cross-entropy of their logits. ProphetNet calls it."""
+    """``F.nll_loss`` of lazy log-probabilities: the cross-entropy of their logits. ProphetNet calls it."""
     if not logprobs.steps or logprobs.steps[-1][0] != LOG_SOFTMAX:
         return NotImplemented
     logits = logprobs.with_fields(steps=logprobs.steps[:-1])
@@ -239,8 +237,8 @@ def nll_loss(logprobs: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def statistics_operand(v: VirtualLogits) -> StatisticsOperand | None:
-    """The operand of row statistics that ``v`` is: logits, or log-probabilities times a factor. None if its steps make
-    something else, or if its head is no plain matrix."""
+    """``v`` as an operand of row statistics. None if the steps of ``v`` make something else than logits or a multiple
+    of log-probabilities, or if the head is no plain matrix."""
     step_names = [name for name, _ in v.steps]
     softmax_index = step_names.index(LOG_SOFTMAX) if LOG_SOFTMAX in step_names else None
     factor = None
@@ -259,8 +257,8 @@ def statistics_operand(v: VirtualLogits) -> StatisticsOperand | None:
 
 
 def logprobs_outputs(operand: StatisticsOperand, ids: Tensor, **result_flags: bool) -> tuple[Tensor, ...]:
-    """Results of ``linear_logprobs`` for ids [...], computed inside of the head's call. ``result_flags``: the
-    function's arguments that ask for further results, such as ``lse=True``."""
+    """Log-probabilities of ids, and other row statistics, each [...]: the results of ``linear_logprobs`` inside of the
+    head's call. ``result_flags``: arguments of ``linear_logprobs`` that ask for results, such as ``lse=True``."""
     source = operand.logits.source
 
     def logprobs_inside(module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -283,8 +281,8 @@ def logprobs_outputs(operand: StatisticsOperand, ids: Tensor, **result_flags: bo
 
 
 def mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Means of each row of logits over the vocabulary [...], fp32 or wider, for a head without a softcap. They are
-    products with the mean row of the weight, which cost less than a pass over the logits."""
+    """Each row's mean logit over the vocabulary, [...] in fp32 or fp64, for a head without a softcap. The product with
+    the mean row of the weight costs less than a pass over the logits."""
     dtype = fp32_or_wider(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         mean = hidden.to(dtype) @ weight.mean(0, dtype=dtype)
@@ -305,12 +303,12 @@ def gather(v: VirtualLogits, statistics_for: StatisticsFunction, dim: Any, index
 
 
 def reduction_method(
-    statistic: Callable[[StatisticsOperand, StatisticsFunction], Tensor],
+    row_statistic: Callable[[StatisticsOperand, StatisticsFunction], Tensor],
     is_of_logprobs: bool = False,
     reduces_rows: bool = False,
 ) -> Any:
-    """A tensor's method that reduces lazy logits over the vocabulary to ``statistic``. ``is_of_logprobs``: it reduces
-    log-probabilities instead. ``reduces_rows``: called without a dimension, it returns the mean over all rows."""
+    """A method that reduces lazy logits over the vocabulary to ``row_statistic``. ``is_of_logprobs``: it reduces lazy
+    log-probabilities instead. ``reduces_rows``: without a dimension the method returns the mean over all rows."""
 
     def reduced_logits(
         v: VirtualLogits,
@@ -325,21 +323,22 @@ def reduction_method(
             return NotImplemented
         if not is_per_row and not (reduces_rows and dim is None and not keepdim):
             return NotImplemented
-        value = statistic(operand, statistics_for) if is_per_row else statistic(operand, statistics_for).mean()
-        return (value[..., None] if keepdim else value).to(dtype or v.dtype)
+        row_values = row_statistic(operand, statistics_for)
+        result = row_values if is_per_row else row_values.mean()
+        return (result[..., None] if keepdim else result).to(dtype or v.dtype)
 
     return reduced_logits
 
 
 def sum_of_logprobs(operand: StatisticsOperand, statistics_for: StatisticsFunction) -> Tensor:
-    """Sums of each row's log-probabilities over the vocabulary [...], times the operand's factor."""
+    """Each row's sum of log-probabilities over the vocabulary [...], times the operand's factor."""
     statistics = statistics_for(operand, None)
     assert operand.factor is not None
     return (statistics.mean_logit - statistics.lse) * (operand.factor * operand.logits.vocab)
 
 
 def mean(operand: StatisticsOperand, statistics_for: StatisticsFunction) -> Tensor:
-    """Means of each row's logits over the vocabulary [...]."""
+    """Each row's mean logit over the vocabulary [...]."""
     if operand.tail.softcap:
         return statistics_for(operand, None).mean_logit
     source = operand.logits.source

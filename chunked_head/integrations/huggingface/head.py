@@ -13,19 +13,14 @@ from torch.nn.modules import module as global_hooks
 from ...core.checks import is_dtensor
 
 FSDP1 = "FullyShardedDataParallel"  # name of the wrapper's class
-# modules around a head, and the attribute that is the head: FSDP1 gathers its parameters while its forward runs
+# the attribute that holds a wrapped head, by the name of the wrapper's class; FSDP1 gathers the head's parameters
+# while the wrapper's forward runs
 WRAPPERS = {FSDP1: "_fsdp_wrapped_module", "OptimizedModule": "_orig_mod"}
 # prefixes of packages whose hooks gather and free parameters, or count, and do not read the head's output
 NONREADING_PACKAGES = (
-    "torch.distributed.fsdp.",
-    "torch.distributed._composable.",
-    "torch.utils.",
-    "deepspeed.",
-    "accelerate.",
-)
-SIGNATURE_FORWARD = (
-    "_chunked_head_shown"  # attribute of our forward: a function of the class's signature, for inspection
-)
+    "torch.distributed.fsdp.", "torch.distributed._composable.", "torch.utils.", "deepspeed.", "accelerate.",
+)  # fmt: skip
+SIGNATURE_FORWARD = "_chunked_head_shown"  # attribute of our forward: a function with the signature of the class's
 OLD_FORWARD = "_old_forward"  # attribute in which accelerate's hooks store the forward that they call
 
 
@@ -57,9 +52,9 @@ def find_head(model: nn.Module) -> nn.Module:
 
 
 def head_by_size(model: nn.Module) -> nn.Module | None:
-    """The head of a model whose ``get_output_embeddings()`` returns None: its only matrix with ``vocab_size`` rows
-    (ClvpForCausalLM), or the only head of the models inside of it (BlipForConditionalGeneration). None if there is
-    neither, or more than one."""
+    """The head of a model whose ``get_output_embeddings()`` returns None: the only child that is a matrix with
+    ``vocab_size`` rows (ClvpForCausalLM), else the only head of the models inside (BlipForConditionalGeneration). None
+    without such a head, or with several."""
     vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
     matrices = [
         module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab_size
@@ -71,14 +66,14 @@ def head_by_size(model: nn.Module) -> nn.Module | None:
 
 
 def checked_head(head: Any, model: nn.Module) -> nn.Module:
-    """The module that computes: the active copy inside of PEFT's ``modules_to_save`` wrapper, else the head itself.
-    UnknownHead if it is no module that maps hidden states to logits."""
+    """The module that computes the logits: the active copy in ``head`` if that is PEFT's ``modules_to_save`` wrapper,
+    else ``head``. UnknownHead if ``head`` is no module that maps hidden states to logits."""
     saved_modules = getattr(head, "modules_to_save", None)
     if isinstance(saved_modules, nn.ModuleDict):
-        active_names = [name for name in head.active_adapters if name in saved_modules]
-        if len(active_names) > 1:
-            raise UnknownHead(f"its head has {len(active_names)} active copies of PEFT's modules_to_save")
-        return head.original_module if head.disable_adapters or not active_names else saved_modules[active_names[0]]
+        adapter_names = [name for name in head.active_adapters if name in saved_modules]
+        if len(adapter_names) > 1:
+            raise UnknownHead(f"its head has {len(adapter_names)} active copies of PEFT's modules_to_save")
+        return head.original_module if head.disable_adapters or not adapter_names else saved_modules[adapter_names[0]]
     if head is None:
         raise UnknownHead("its get_output_embeddings() is None, and no one matrix inside of it is its head")
     if not isinstance(head, nn.Module):
@@ -101,31 +96,31 @@ def embeddings(module: nn.Module, kind: str) -> Any:
 
 
 def name_of(head: nn.Module, model: nn.Module) -> str:
-    """The name that a head has in a model, such as ``lm_head``."""
+    """The name of a head in its model, such as ``lm_head``; the name of its class if the model does not have it."""
     return next((name for name, module in model.named_modules() if module is head), type(head).__name__)
 
 
 def unwrapped(head: Any) -> Any:
     """The module inside of a wrapper of ``WRAPPERS``; ``head`` itself without a wrapper."""
-    attributes = [WRAPPERS[kind.__name__] for kind in type(head).__mro__ if kind.__name__ in WRAPPERS]
+    attributes = [WRAPPERS[base.__name__] for base in type(head).__mro__ if base.__name__ in WRAPPERS]
     return getattr(head, attributes[0]) if attributes else head
 
 
 def sizes_of(head: Any) -> tuple[int, int] | None:
-    """Rows and columns of a head's matrix, also inside of PEFT's or FSDP's wrapper. None if the head has no matrix."""
+    """Numbers of rows and columns of a head's matrix, also in a wrapper of PEFT or FSDP. None if there is no matrix."""
     for module in (unwrapped(head), getattr(head, "original_module", None)):
-        rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
-        if isinstance(rows, int) and isinstance(columns, int):
+        num_rows, num_columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        if isinstance(num_rows, int) and isinstance(num_columns, int):
             weight: Any = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
-            # users and PEFT put other weights in its place; those of quantising libraries and shards have other shapes
+            # users and PEFT replace a weight without the attributes; a quantised weight or a shard has another shape
             is_matrix = (type(weight) is nn.Parameter or is_dtensor(weight)) and weight.dim() == 2
-            return (weight.shape[0], weight.shape[1]) if is_matrix else (rows, columns)
+            return (weight.shape[0], weight.shape[1]) if is_matrix else (num_rows, num_columns)
     return None
 
 
 def reading_hook(head: Any) -> str | None:
-    """Kind and name of a hook that reads the head's output, its gradient, or an input of a module inside of the head,
-    so that logits cannot be lazy. None if there is no such hook."""
+    """A text with kind and name of a hook for which logits cannot be lazy; None without such a hook. It reads the
+    head's output, the output's gradient, or the input of a module inside of the head."""
     has_hooks_or_modules = head._modules or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
     if not has_hooks_or_modules and not global_hooks._global_forward_hooks:
         return None  # the usual head, without a loop
@@ -145,15 +140,15 @@ def reading_hook(head: Any) -> str | None:
 
 
 def input_hook(head: Any) -> tuple[str | None, bool]:
-    """Returns the name of a user's hook on the head's input, or None; and whether the head has hooks of frameworks
-    too."""
+    """Returns the name of a user's hook on the head's input, None without one, and whether the head has hooks of
+    frameworks. ``(None, False)`` if no hook is on the input."""
     if not head._forward_pre_hooks and not global_hooks._global_forward_pre_hooks:
         return None, False
     module_hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-    is_of_framework = [module_of(hook).startswith(NONREADING_PACKAGES) for hook in module_hooks]
+    has_framework_hook = any(module_of(hook).startswith(NONREADING_PACKAGES) for hook in module_hooks)
     hooks = [*module_hooks, *global_hooks._global_forward_pre_hooks.values()]
-    names = [name_of_hook(hook) for hook in hooks if not module_of(hook).startswith(NONREADING_PACKAGES)]
-    return names[0] if names else None, any(is_of_framework)
+    user_hooks = [hook for hook in hooks if not module_of(hook).startswith(NONREADING_PACKAGES)]
+    return name_of_hook(user_hooks[0]) if user_hooks else None, has_framework_hook
 
 
 def name_of_hook(hook: Any) -> str:
@@ -168,7 +163,7 @@ def module_of(hook: Any) -> str:
 
 
 class ClassForward:
-    """An instance's forward that calls the forward of the class that the module has at the time of the call."""
+    """A function to set as ``module.forward``. A call runs the forward of the class that the module then has."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -182,15 +177,15 @@ class ClassForward:
 
 
 def loosen_forward(module: Any) -> None:
-    """Replaces a forward that is set on a module and is bound to its class's by a ``ClassForward``, since the module's
-    class will change."""
+    """Replaces an instance's forward that is the bound method of its class by a ``ClassForward``, before the module's
+    class changes."""
     for name in ("forward", OLD_FORWARD):
         if is_of_class(module.__dict__.get(name), module):
             module.__dict__[name] = ClassForward(module)
 
 
 def has_instance_forward(module: Any) -> bool:
-    """True where a forward that is set on a module runs, and is not the class's own."""
+    """True if an instance's forward runs, and is neither the bound method of its class nor a ``ClassForward``."""
     instance_forward = module.__dict__.get("forward")
     innermost_forward = module.__dict__.get(OLD_FORWARD, instance_forward)
     return (
@@ -201,16 +196,16 @@ def has_instance_forward(module: Any) -> bool:
 
 
 def is_of_class(instance_forward: Any, module: Any) -> bool:
-    """True where a forward that is set on a module is the bound method of its class."""
-    function, class_forward = getattr(instance_forward, "__func__", None), type(module).forward
+    """True if ``instance_forward`` is the bound method of the module's class."""
+    unbound_forward, class_forward = getattr(instance_forward, "__func__", None), type(module).forward
     return (
-        function in (class_forward, getattr(class_forward, SIGNATURE_FORWARD, class_forward))
+        unbound_forward in (class_forward, getattr(class_forward, SIGNATURE_FORWARD, class_forward))
         and instance_forward.__self__ is module
     )
 
 
 def instance_forward_in_words(module: Any) -> str:
-    """A text that names the function that is set on a module as its forward, with file and line."""
+    """A text with name, file and line of an instance's forward."""
     function = module.__dict__.get("forward")
     while (inner_function := getattr(function, "__func__", getattr(function, "func", None))) is not None:
         function = inner_function

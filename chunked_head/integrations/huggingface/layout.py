@@ -1,7 +1,7 @@
-"""``layout_of``: columns, dtype and device of a head's logits, and whether they can be computed some rows at a time.
+"""``layout_of`` returns the layout of a head's logits: number of columns, dtype, device, and whether they can be lazy.
 
-For a head that is a plain matrix these follow from the weight. Any other head is tried: its forward runs on a few rows,
-once for each state that the layout may depend on.
+The layout of a head that is a plain matrix follows from the weight. The forward of any other head runs on a few rows,
+once for each state of the head that the layout may depend on.
 """
 
 import contextlib
@@ -16,27 +16,27 @@ from torch import Tensor, nn
 from ...core.checks import in_a_line, is_dtensor
 from .head import FSDP1, OLD_FORWARD, has_instance_forward, module_of, sizes_of, unwrapped
 
-TRIAL_SHAPE = (2, 32)  # leading shape of the hidden states of a trial
+TRIAL_SHAPE = (2, 32)  # leading dimensions of the hidden states of a trial
 PIECE_ROWS = (40, 24)  # numbers of rows in the two pieces of a trial
-# prefixes of packages whose forwards take each row by itself: they need no comparison, which dropout would fail
+# prefixes of packages whose forwards compute each row by itself: dropout would fail a comparison of their results
 ROWWISE_PACKAGES = ("torch.", "peft.", "bitsandbytes.")
-MAX_RESTORED_ELEMENTS = 1 << 20  # of a buffer that is restored after a trial
-HEADS_BY_ID: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()  # for graphs
+MAX_RESTORED_ELEMENTS = 1 << 20  # of a buffer of the head whose values are restored after a trial
+HEADS_BY_ID: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()  # lazy ones
 
 
-class Layout(NamedTuple):
-    """The properties of a head's logits."""
+class LogitsLayout(NamedTuple):
+    """What is known of a head's logits before they are computed."""
 
-    columns: int
+    num_columns: int
     dtype: torch.dtype
     device: torch.device
     reason: str = ""  # why the logits cannot be lazy; "" if they can
 
     def checked(self, logits: Tensor) -> Tensor:
-        """Returns ``logits``. RuntimeError if their number of columns or their dtype is not that of the layout."""
-        if (logits.shape[-1], logits.dtype) != (self.columns, self.dtype):
+        """Returns ``logits``. RuntimeError if their number of columns or their dtype is another than the layout's."""
+        if (logits.shape[-1], logits.dtype) != (self.num_columns, self.dtype):
             raise RuntimeError(
-                f"the head gives {logits.shape[-1]} columns of {logits.dtype} where it gave {self.columns} of "
+                f"the head gives {logits.shape[-1]} columns of {logits.dtype} where it gave {self.num_columns} of "
                 f"{self.dtype} before; call unpatch_model and patch_model after a change of what its forward does"
             )
         return logits
@@ -44,9 +44,9 @@ class Layout(NamedTuple):
 
 def layout_of(
     head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None, has_run_hooks: bool, layouts: dict[Any, Any]
-) -> Layout:
+) -> LogitsLayout:
     """The layout of a head's logits for hidden states [..., hidden]. ``has_run_hooks``: the head's pre-hooks have run.
-    ``layouts``: a cache, by the head's state."""
+    ``layouts``: the patch's cache of layouts, by the state of the head."""
     layout = layout_of_matrix(head, hidden, autocast_dtype)
     if layout is not None:
         return layout
@@ -57,13 +57,13 @@ def layout_of(
     key = (hidden.dtype, hidden.shape[-1], hidden.device, autocast_dtype, has_run_hooks, plain_values, ids)
     if key not in layouts:
         layout = layout_by_trial(head, hidden, autocast_dtype, has_run_hooks)
-        layouts[key] = layout, compared_objects  # which stay alive, so that no other object gets their ids
-    cached_layout: Layout = layouts[key][0]
+        layouts[key] = layout, compared_objects  # the objects stay alive, so that no other object gets their ids
+    cached_layout: LogitsLayout = layouts[key][0]
     return cached_layout
 
 
-def layout_of_matrix(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None) -> Layout | None:
-    """The layout of a head's logits by its weight. None if the head is more than a plain matrix."""
+def layout_of_matrix(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None) -> LogitsLayout | None:
+    """The layout that follows from a head's weight; None if the head is more than a plain matrix."""
     module = unwrapped(head)
     weight = module._parameters.get("weight", module.__dict__.get("weight"))
     has_other_forward = any(OLD_FORWARD in layer.__dict__ or has_instance_forward(layer) for layer in (head, module))
@@ -73,9 +73,9 @@ def layout_of_matrix(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | No
         or not (type(weight) in (nn.Parameter, Tensor) or is_dtensor(weight))
     ):
         return None
-    shape = getattr(weight, "ds_shape", weight.shape)  # DeepSpeed's
-    if len(shape) != 2:  # a shard of FSDP1's
-        shape = sizes_of(head) or (0, 0)
+    weight_shape = getattr(weight, "ds_shape", weight.shape)  # DeepSpeed's attribute has the shape before sharding
+    if len(weight_shape) != 2:  # a shard of FSDP1
+        weight_shape = sizes_of(head) or (0, 0)
     operand_dtypes, result_dtype = product_dtypes(head, hidden.dtype, weight.dtype)
     if autocast_dtype is not None:
         operand_dtypes = [dtype if dtype == torch.float64 else autocast_dtype for dtype in operand_dtypes]
@@ -83,28 +83,29 @@ def layout_of_matrix(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | No
     if operand_dtypes[0] != operand_dtypes[1]:
         # PyTorch raises when it computes
         reason = f"hidden states of {operand_dtypes[0]} beside a weight of {operand_dtypes[1]}"
-    return Layout(shape[0], result_dtype or operand_dtypes[0], hidden.device, reason)
+    return LogitsLayout(weight_shape[0], result_dtype or operand_dtypes[0], hidden.device, reason)
 
 
 def product_dtypes(
     head: Any, hidden_dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> tuple[list[torch.dtype], torch.dtype | None]:
-    """Returns the dtypes [hidden states, weight] in the product, and the dtype to which FSDP casts the result; None if
-    it does not cast the result."""
-    policy = None
-    if hasattr(type(head), "_get_fsdp_state"):  # FSDP2's
-        policy = getattr(head._get_fsdp_state(), "_mp_policy", None)
-    elif FSDP1 in [kind.__name__ for kind in type(head).__mro__]:
-        policy = head.mixed_precision
-    if policy is None or policy.param_dtype is None:
-        return [hidden_dtype, weight_dtype], getattr(policy, "output_dtype", None)
-    operand_dtypes = [policy.param_dtype if policy.cast_forward_inputs else hidden_dtype, policy.param_dtype]
-    return operand_dtypes, getattr(policy, "output_dtype", None)
+    """Returns the dtypes of hidden states and weight in the product, and the dtype to which FSDP casts the result, None
+    without a cast."""
+    precision_policy = None
+    if hasattr(type(head), "_get_fsdp_state"):  # of FSDP2
+        precision_policy = getattr(head._get_fsdp_state(), "_mp_policy", None)
+    elif FSDP1 in [base.__name__ for base in type(head).__mro__]:
+        precision_policy = head.mixed_precision
+    result_dtype = getattr(precision_policy, "output_dtype", None)
+    if precision_policy is None or precision_policy.param_dtype is None:
+        return [hidden_dtype, weight_dtype], result_dtype
+    weight_dtype = precision_policy.param_dtype
+    return [weight_dtype if precision_policy.cast_forward_inputs else hidden_dtype, weight_dtype], result_dtype
 
 
 def state_of(head: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """The state of a head that the layout of its logits may depend on. Returns objects, to be compared by identity, and
-    plain values, to be compared by value."""
+    """Returns what the layout of a head's logits may depend on: objects that are compared by identity, and plain values
+    that are compared by value."""
     compared_objects, plain_values = list[Any](), list[Any]()
     for module in head.modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
@@ -114,13 +115,13 @@ def state_of(head: Any) -> tuple[list[Any], tuple[Any, ...]]:
     return compared_objects, tuple(plain_values)
 
 
-def layout_by_trial(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None, has_run_hooks: bool) -> Layout:
-    """The layout of a head's logits by a trial on a few rows. Its ``reason`` is "" if two pieces of the rows give the
-    same logits as all rows at once."""
-    head_call, hidden_size = head.forward if has_run_hooks else head.module_call, hidden.shape[-1]
+def layout_by_trial(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None, has_run_hooks: bool) -> LogitsLayout:
+    """Runs a head on a few rows; returns the layout of the logits. The ``reason`` is "" if all rows at once and two
+    pieces of the rows have the same logits, if modules of ``ROWWISE_PACKAGES`` compute them, or on the meta device."""
+    run_head, hidden_size = head.forward if has_run_hooks else head.module_call, hidden.shape[-1]
     forward_in_words = f"a forward of its own, {class_name_of(head)}"
     is_rowwise = all(package_of(module).startswith(ROWWISE_PACKAGES) for module in head.modules())
-    empty_layout = Layout(0, hidden.dtype, hidden.device)
+    empty_layout = LogitsLayout(0, hidden.dtype, hidden.device)
     device_type = "cpu" if hidden.is_meta else hidden.device.type
     with (
         undisturbed_state(head, hidden),
@@ -129,49 +130,46 @@ def layout_by_trial(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | Non
         angles = torch.arange(TRIAL_SHAPE[0] * TRIAL_SHAPE[1] * hidden_size, device=hidden.device, dtype=torch.float32)
         trial_rows = angles.mul_(0.37).sin_().to(hidden.dtype).view(*TRIAL_SHAPE, hidden_size)
         try:
-            logits = head_call(trial_rows)
+            logits = run_head(trial_rows)
             if type(logits) is not Tensor or logits.dim() != 3 or logits.shape[:2] != TRIAL_SHAPE:
                 return empty_layout._replace(reason=f"{forward_in_words}, which gives no logits for each row")
-            layout = Layout(logits.shape[-1], logits.dtype, logits.device)
+            layout = LogitsLayout(logits.shape[-1], logits.dtype, logits.device)
             if hidden.is_meta or is_rowwise:
                 return layout
-            logits_of_pieces = torch.cat([head_call(piece) for piece in trial_rows.flatten(0, 1).split(PIECE_ROWS)])
+            logits_of_pieces = torch.cat([run_head(piece) for piece in trial_rows.flatten(0, 1).split(PIECE_ROWS)])
         except Exception as error:  # a user's code
             return empty_layout._replace(
                 reason=f"{forward_in_words}, which raises {in_a_line(error)} for rows by themselves"
             )
-        tolerance = max(
-            torch.finfo(dtype).eps for dtype in (logits.dtype, hidden.dtype, autocast_dtype or logits.dtype)
-        )
-        difference = (logits.flatten(0, 1) - logits_of_pieces).abs().max() / logits.abs().max()
-        if difference <= 16 * tolerance:
+        dtypes = (logits.dtype, hidden.dtype, autocast_dtype or logits.dtype)
+        relative_difference = (logits.flatten(0, 1) - logits_of_pieces).abs().max() / logits.abs().max()
+        if relative_difference <= 16 * max(torch.finfo(dtype).eps for dtype in dtypes):
             return layout
     return layout._replace(reason=f"{forward_in_words}, which gives other logits for rows by themselves")
 
 
 def package_of(module: nn.Module) -> str:
-    """Name of the Python module that defines the forward of ``module``: of the forward set on the instance, else of its
-    class's."""
+    """Name of the Python module that defines the forward of ``module``: the instance's forward, else the class's."""
     if has_instance_forward(module):
         return module_of(module.__dict__.get(OLD_FORWARD, module.__dict__["forward"]))
     return module_of(class_forward(module))
 
 
 def class_forward(module: nn.Module) -> Any:
-    """The forward of a module's class; of a lazy head, that of its class before the patch."""
+    """The forward of a module's class; for a lazy head, the forward of its class before the patch."""
     return getattr(type(module), "class_before", type(module)).forward
 
 
 def class_name_of(head: Any) -> str:
-    """Name of a head's class before the patch; of a wrapped head, that of the module inside."""
+    """Name of the class that a head, or the module in its wrapper, had before the patch."""
     head_class = type(unwrapped(head))
     return str(getattr(head_class, "class_before", head_class).__name__)
 
 
 @contextlib.contextmanager
 def undisturbed_state(head: Any, hidden: Tensor) -> Iterator[None]:
-    """A context for a trial's forward: random states and the head's small buffers are restored after it, and it records
-    no gradients."""
+    """A context for a trial's forward, without gradients. At its end random states and the head's small buffers are
+    restored."""
     devices = [hidden.device] if hidden.device.type == "cuda" else []
     small_buffers = [
         buffer for buffer in head.buffers() if buffer.numel() <= MAX_RESTORED_ELEMENTS and not buffer.is_meta
@@ -183,12 +181,12 @@ def undisturbed_state(head: Any, hidden: Tensor) -> Iterator[None]:
             buffer.data.copy_(old_values)  # a write that changes no version
 
 
-def layout_in_graph(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None, has_run_hooks: bool) -> Layout:
-    """The layout of a head's logits while a graph is traced, as a constant of the graph."""
-    columns, dtype, device, reason = layout_as_constants(
+def layout_in_graph(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None, has_run_hooks: bool) -> LogitsLayout:
+    """The layout of a head's logits as a constant of the graph that is being traced."""
+    num_columns, dtype, device, reason = layout_as_constants(
         id(head), hidden.dtype, hidden.shape[-1], str(hidden.device), autocast_dtype, has_run_hooks
     )
-    return Layout(columns, dtype, torch.device(device), reason)
+    return LogitsLayout(num_columns, dtype, torch.device(device), reason)
 
 
 def layout_as_constants(
@@ -199,16 +197,16 @@ def layout_as_constants(
     autocast_dtype: torch.dtype | None,
     has_run_hooks: bool,
 ) -> tuple[int, torch.dtype, str, str]:
-    """The fields of a ``Layout``, in types that a compiler keeps as constants of a graph. ``head_id``: the head's key
-    in ``HEADS_BY_ID``."""
+    """The fields of a ``LogitsLayout``, in types that compilers keep as constants of a graph. ``head_id``: the head's
+    key in ``HEADS_BY_ID``."""
     layout = layout_by_trial(
         HEADS_BY_ID[head_id], torch.empty(1, hidden_size, dtype=dtype, device=device), autocast_dtype, has_run_hooks
     )
-    return layout.columns, layout.dtype, str(layout.device), layout.reason
+    return layout.num_columns, layout.dtype, str(layout.device), layout.reason
 
 
 @functools.cache
 def mark_layouts_constant() -> None:
-    """Makes compilers call ``layout_as_constants`` as they trace. It imports the compiler, and so runs when a model is
-    patched."""
+    """Makes compilers call ``layout_as_constants`` while they trace. Runs when a model is patched, since it imports the
+    compiler."""
     torch.compiler.assume_constant_result(layout_as_constants)

@@ -1,5 +1,5 @@
-"""``LazyHead``: the head of a patched model, whose call returns lazy logits. A loss of them is computed inside of the
-head's call (``run_inside``), so that all hooks of the head run."""
+"""``LazyHead``: the head of a patched model. Its call returns lazy logits. A loss of lazy logits is computed inside of
+another call of the head (``run_inside``), so that all hooks of the head run."""
 
 import functools
 from collections.abc import Callable
@@ -19,10 +19,10 @@ LINEAR_FORWARD = nn.Linear.forward
 HOLLOW_REASON = "hidden states without numbers"
 
 
-class HookedHidden:
-    """A function to run inside of the head's call: it stores the hidden states that the head's pre-hooks return."""
+class HiddenRecorder:
+    """A function for ``LazyHead.forward`` to run, which stores the hidden states that the head's pre-hooks return."""
 
-    hidden: Tensor | None = None  # None also if the pre-hooks return more arguments than hidden states
+    hidden: Tensor | None = None  # None also if the pre-hooks have returned more than hidden states
 
     def __call__(self, head: Any, hidden: Tensor, forward: Any) -> Tensor:
         self.hidden = hidden
@@ -30,23 +30,23 @@ class HookedHidden:
 
 
 def has_no_numbers(hidden: Any) -> bool:
-    """True for hidden states on the meta device, and for fake tensors of tools that run a model for its sizes."""
+    """True for tensors on the meta device, and for fake tensors, on which tools run a model to learn its sizes."""
     is_fake = not torch.compiler.is_compiling() and "FakeTensor" in [base.__name__ for base in type(hidden).__mro__]
     return hidden.is_meta or is_fake
 
 
 class LazyHead:
-    """The first base class of a lazy head's class; the second is the class before the patch. Its call returns lazy
-    logits.
+    """The first base class of a lazy head's class; the second is the class before the patch. The head's call returns
+    lazy logits while the forward of a patched model runs.
 
-    ``__call__`` makes lazy logits, rather than ``forward``: so no hook runs before anything is computed, and a
-    ``forward`` that a framework sets on the instance does not replace it.
+    ``__call__`` returns lazy logits, not ``forward``: no hook runs before logits are computed, and a ``forward`` that a
+    framework sets on the instance does not replace ``__call__``.
     """
 
     weight: Tensor
     _parameters: dict[str, Any]
     _compiled_call_impl: Any
-    class_before: Any  # the head's class without the patch
+    class_before: Any  # the head's class before the patch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, LazyHead):  # unpatched, and this method is still referenced
@@ -62,23 +62,23 @@ class LazyHead:
         if reason is not None:
             patch.count_logits(reason)
             return self.module_call(hidden)
-        if hook_name is not None:  # it runs now, and once, on the model's hidden states
-            hooked_hidden = HookedHidden()
-            logits = self.module_call(hidden, chunked_head_function=hooked_hidden)
-            if hooked_hidden.hidden is None:
+        if hook_name is not None:  # the hook runs now, and once, on the model's hidden states
+            recorder = HiddenRecorder()
+            logits = self.module_call(hidden, chunked_head_function=recorder)
+            if recorder.hidden is None:
                 patch.count_logits(f"a forward pre-hook, {hook_name}, that gives the head more than hidden states")
                 return logits
-            hidden = hooked_hidden.hidden
+            hidden = recorder.hidden
         source = Source.of_call(self, patch, hidden, hook_name is not None)
         if source.layout.reason:
             patch.count_logits(source.layout.reason)
             return source.call(hidden)
-        virtual_logits = VirtualLogits(hidden, (), source.layout.columns, source.layout.dtype, source)
+        virtual_logits = VirtualLogits(hidden, (), source.layout.num_columns, source.layout.dtype, source)
         return TracedLogits(virtual_logits) if torch.compiler.is_compiling() else LazyLogits.wrap(virtual_logits)
 
     def module_call(self, *args: Any, **kwargs: Any) -> Any:
-        """The call of the head's class before the patch, with all its hooks. A compiled module runs uncompiled where a
-        function runs inside of the call."""
+        """Calls the head as its class before the patch would, with all hooks. A compiled head runs uncompiled if
+        ``kwargs`` has a ``chunked_head_function``."""
         is_compiled = self.class_before.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
         if not is_compiled or "chunked_head_function" not in kwargs or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -86,24 +86,25 @@ class LazyHead:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def run_inside(self, function: Callable[..., Any], hidden: Tensor, has_run_hooks: bool) -> Any:
-        """The result of ``function(head, hidden, head_forward)``, run in the place of the head's forward: the head's
-        hooks have made its parameters ready there. ``has_run_hooks``: the pre-hooks have run on ``hidden`` before."""
-        call = self.forward if has_run_hooks else self.module_call
+        """Calls the head with ``function(head, hidden, head_forward)`` in the place of the head's forward; returns the
+        function's result. There the head's hooks have gathered its parameters. ``has_run_hooks``: the pre-hooks have
+        run on ``hidden`` before, and do not run again."""
+        call_head = self.forward if has_run_hooks else self.module_call
         if torch.compiler.is_compiling():  # FSDP's hooks are outside of graphs
-            return call(hidden, chunked_head_function=function)
-        results: list[Any] = []  # what ``function`` returned, before hooks cast it
+            return call_head(hidden, chunked_head_function=function)
+        results: list[Any] = []  # of ``function``, before hooks cast them
 
         def store_result(head: Any, hidden: Tensor, head_forward: Any) -> Any:
             results.append(function(head, hidden, head_forward))
             return results[0]
 
-        return unrounded(call(hidden, chunked_head_function=store_result), results[0])
+        return unrounded(call_head(hidden, chunked_head_function=store_result), results[0])
 
     def forward(self, *args: Any, chunked_head_function: Any = None, **kwargs: Any) -> Any:
         if not isinstance(self, LazyHead):  # unpatched, and this method is still referenced
             return type(self).forward(self, *args, **kwargs)
         forward = super().forward  # type: ignore[misc]
-        has_other_arguments = isinstance(chunked_head_function, HookedHidden) and (len(args) != 1 or kwargs)
+        has_other_arguments = isinstance(chunked_head_function, HiddenRecorder) and (len(args) != 1 or kwargs)
         if chunked_head_function is None or has_other_arguments:
             return forward(*args, **kwargs)
         if unwrapped(self) is not self:
@@ -118,7 +119,7 @@ class LazyHead:
 
     @property
     def reads_weight(self) -> bool:
-        """True where logits are the product with weight and bias alone. Else a loss calls the head for each chunk."""
+        """True if the product with weight and bias alone makes the logits. Else losses call the head for each chunk."""
         if unwrapped(self) is not self:
             return unwrapped(self).reads_weight
         # a quantised weight is a tensor of a class of its own
@@ -130,9 +131,9 @@ class LazyHead:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles of a lazy head have its class from before the patch. If the copy's model is patched, the
         model's forward makes the copied head lazy."""
-        reduction: Any = super().__reduce_ex__(protocol)
-        if reduction[0] is type(self):  # as of what torch.compile makes
-            return self.class_before, *reduction[1:]
+        pickle_values: Any = super().__reduce_ex__(protocol)
+        if pickle_values[0] is type(self):  # as for the wrapper that torch.compile makes
+            return self.class_before, *pickle_values[1:]
         attributes = self.__getstate__().items()  # type: ignore[attr-defined]
         return object.__new__, (self.class_before,), {key: value for key, value in attributes if key != PATCH}
 
@@ -151,5 +152,5 @@ def unrounded(rounded_result: Any, exact_result: Any) -> Any:
 @functools.cache
 def lazy_class_of(base: type) -> type:
     """The class of lazy heads whose class before the patch is ``base``."""
-    names = {"class_before": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (LazyHead, base), names)
+    members = {"class_before": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (LazyHead, base), members)

@@ -51,17 +51,17 @@ class LazyLogits(Tensor):
     """
 
     _computed: Tensor | None  # the logits as a plain tensor; None until they are computed
-    _virtual: VirtualLogits
+    _virtual: VirtualLogits  # what the logits are computed from
     _hidden_version: int | None  # version of the hidden states at the head's call
-    _statistics: RowStatistics | None  # those computed last
-    _view_base: "LazyLogits | None"  # the logits that these are a view of
-    _view: View | None  # makes these of ``_view_base``
-    _relatives: "list[weakref.ref[LazyLogits]]"  # all lazy logits that would share memory with these, and these
-    _is_shared: bool  # the numbers are in the memory of ``_view_base``
+    _statistics: RowStatistics | None  # the statistics that were computed last
+    _view_base: "LazyLogits | None"  # the logits that these logits are a view of
+    _view: View | None  # the function that makes the view of ``_view_base``
+    _relatives: "list[weakref.ref[LazyLogits]]"  # all lazy logits that would be in one memory, these among them
+    _is_shared: bool  # ``_computed`` is in one memory with the other ``_relatives``
 
     @staticmethod
     def wrap(virtual: VirtualLogits, base: "LazyLogits | None" = None, view: View | None = None) -> "LazyLogits":
-        """Lazy logits of ``virtual``; ``view`` makes them of ``base``, if they are a view."""
+        """Lazy logits of ``virtual``. If they are a view of the lazy logits ``base``, ``view`` makes that view."""
         shape, dtype, device = virtual.shape, virtual.dtype, virtual.device
         logits = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
         logits._virtual, logits._statistics, logits._computed = virtual, None, None
@@ -100,11 +100,11 @@ class LazyLogits(Tensor):
                 lazy_logits.in_memory()
 
     def has_relatives(self) -> bool:
-        """True where others of ``_relatives`` are alive."""
+        """True if other lazy logits of ``_relatives`` are alive."""
         return sum(reference() is not None for reference in self._relatives) > 1
 
     def in_memory(self) -> Tensor:
-        """Computes these logits as a view of the computed ``_view_base``, if they have one; returns them."""
+        """Computes the logits, as a view of the computed ``_view_base`` if that is not None; returns them."""
         if self._view_base is None:
             self.materialise()
         elif not self._is_shared:
@@ -124,8 +124,8 @@ class LazyLogits(Tensor):
         return source.has_grad and any(tensor.requires_grad for tensor in (*operands, *source.head.parameters()))
 
     def check_unchanged(self) -> None:
-        """RuntimeError if the hidden states or the head's parameters have changed since the head's call, so that the
-        logits would differ."""
+        """RuntimeError if the hidden states or the head's parameters have changed since the head's call, so that logits
+        computed now would differ."""
         source = self._virtual.source
         is_hidden_written = version(self._virtual.hidden) != self._hidden_version
         hidden_change = "its hidden states have been written to" if is_hidden_written else None
@@ -138,8 +138,8 @@ class LazyLogits(Tensor):
             )
 
     def statistics_for(self, operand: StatisticsOperand, ids: Tensor | None) -> RowStatistics:
-        """Statistics of the rows for ids [..., 1], or for any ids if that is None. Those computed last serve if they
-        are for the same ids; else new ones are computed."""
+        """Row statistics for ``ids`` [..., 1], or for any ids if ``ids`` is None. Returns the last statistics if they
+        are for the same ids and gradient mode; else computes new ones."""
         has_grad, cached_statistics = torch.is_grad_enabled(), self._statistics
         if cached_statistics is not None and cached_statistics.has_grad != has_grad:
             cached_statistics = None
@@ -168,14 +168,14 @@ class LazyLogits(Tensor):
         kwargs = kwargs or {}
         if function in GRADIENT_QUERIES and isinstance(args[0], LazyLogits):
             return args[0].has_gradient() == (function_name(function) == "requires_grad")
-        if function in LAYOUT_QUERIES:
+        if function in METADATA_QUERIES:
             return Tensor.__torch_function__(function, (), args, kwargs)  # from shape, dtype and device
         first_logits = args[0] if args else kwargs.get("input")
         if isinstance(first_logits, LazyLogits) and is_framework_hook(first_logits, function, args):
             return RemovableHandle(OrderedDict())
         if (
             isinstance(first_logits, LazyLogits)
-            and refuse_functions(first_logits)
+            and is_passed_through(first_logits)
             and function_name(function) in ("detach", "clone")
         ):
             same_logits = LazyLogits.wrap(first_logits._virtual, first_logits, View(lambda logits: logits))
@@ -203,8 +203,8 @@ def apply_view(logits: Tensor, view: Any) -> Tensor:
 
 
 def result_of_computed(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a function of logits that are computed for it. If the function writes to them, or returns a view,
-    which may be written to later, they and their relatives are computed in one memory."""
+    """Computes the lazy logits among the arguments of a function; returns the function's result. If the function writes
+    to the logits or returns a view of them, they and their relatives are computed in one memory."""
     lazy_operands = [*lazy_in(args), *lazy_in(kwargs)]
     is_writing = writes_to_tensor(name) or "out" in kwargs
     for logits in lazy_operands if is_writing else []:
@@ -215,7 +215,7 @@ def result_of_computed(function: Any, name: str, args: Any, kwargs: dict[str, An
         return result
     unshared_operands = [logits for logits in lazy_operands if not logits._is_shared and logits.has_relatives()]
     if any(is_view(result, logits._computed) for logits in unshared_operands):
-        if result is unshared_operands[0]._computed:  # as of a cast to its own dtype
+        if result is unshared_operands[0]._computed:  # as of a cast to the logits' dtype
             return unshared_operands[0]
         for logits in unshared_operands:
             logits.share()
@@ -224,7 +224,7 @@ def result_of_computed(function: Any, name: str, args: Any, kwargs: dict[str, An
 
 
 def lazy_in(value: Any) -> list[LazyLogits]:
-    """The lazy logits in a value: itself, or elements of tuples, lists and dicts."""
+    """The lazy logits in a value: the value itself, or elements of tuples, lists and dicts."""
     if isinstance(value, LazyLogits):
         return [value]
     elements = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
@@ -232,7 +232,7 @@ def lazy_in(value: Any) -> list[LazyLogits]:
 
 
 def is_view(value: Any, logits: Any) -> bool:
-    """True where a value, or an element of a tuple or list, may share memory with ``logits``."""
+    """True if a value, or an element of a tuple or list, may share memory with ``logits``."""
     if isinstance(value, (tuple, list)):
         return any(is_view(element, logits) for element in value)
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
@@ -243,7 +243,7 @@ def is_view(value: Any, logits: Any) -> bool:
 
 
 def lazy_result(first_logits: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a function of lazy logits without their numbers. NotImplemented if the function needs numbers."""
+    """The result of a function of lazy logits that need not be computed for it; NotImplemented for other functions."""
     name = HANDLER_NAMES.get(function)
     if name is None:
         return NotImplemented
@@ -273,14 +273,14 @@ def lazy_result(first_logits: LazyLogits, function: Any, args: Any, kwargs: dict
 
 
 def writes_to_tensor(name: str) -> bool:
-    """True for the name of a function that writes to its tensor."""
+    """True if ``name`` is that of a function that writes to its first argument."""
     name = name.split(".")[1] if name.startswith("aten.") else name
     return name in WRITING_METHODS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 def is_framework_hook(logits: LazyLogits, function: Any, args: Any) -> bool:
-    """True where ``function`` sets a framework's hook on the gradient of lazy logits. The hook is dropped, since logits
-    that are not computed have no gradient. RuntimeError for a user's hook."""
+    """True if ``function`` sets a framework's hook on the gradient of lazy logits. The caller drops the hook, since
+    logits that are not computed have no gradient. RuntimeError for a user's hook."""
     name = function_name(function)
     if name not in HOOK_METHODS or logits._computed is not None:
         return False
@@ -303,8 +303,8 @@ RESULT_HANDLERS: dict[str, Any] = {"cross_entropy": cross_entropy, "nll_loss": n
 
 
 def with_computed(value: Any, purpose: str) -> Any:
-    """``value`` with computed logits in the place of lazy logits, also inside of tuples, lists and dicts. ``purpose``:
-    name of the function that reads them, for the report."""
+    """``value`` with computed logits in place of lazy logits, also inside of tuples, lists and dicts. ``purpose``: name
+    of the function that reads the logits, for the report."""
     if isinstance(value, LazyLogits):
         count_computation(value, purpose)
         return value.materialise()
@@ -318,19 +318,17 @@ def with_computed(value: Any, purpose: str) -> Any:
 
 
 def count_computation(logits: LazyLogits, purpose: str) -> None:
-    """Counts logits that are about to be computed for ``purpose``. RuntimeError with ``strict``, and in the forward of
-    a torch.autograd.Function."""
-    refuse_functions(logits)
+    """Counts logits that will be computed for ``purpose``. RuntimeError with ``strict``, and in the forward of a
+    torch.autograd.Function."""
+    is_passed_through(logits)  # raises
     if logits._computed is None:
         logits._virtual.source.patch.count_logits(purpose)
 
 
-def refuse_functions(logits: LazyLogits) -> bool:
-    """Raises RuntimeError in the forward of a torch.autograd.Function, where lazy logits would get no gradient.
-
-    Returns True, instead of an error, in the Functions of DDP, FSDP and DeepSpeed, which pass a model's outputs through
-    and leave gradients as they are. Returns False outside of a Function's forward.
-    """
+def is_passed_through(logits: LazyLogits) -> bool:
+    """True in the forward of a torch.autograd.Function of DDP, FSDP or DeepSpeed, which passes a model's outputs and
+    their gradients through. False outside of a Function's forward. RuntimeError in the forward of any other Function,
+    where lazy logits would get no gradient."""
     if not logits._virtual.source.has_grad or not in_function_forward():
         return False
     frame: Any = sys._getframe(1)
@@ -345,8 +343,8 @@ def refuse_functions(logits: LazyLogits) -> bool:
 
 
 def in_function_forward() -> bool:
-    """True in the forward of a torch.autograd.Function. Autograd switches reverse and forward mode off there.
-    ``no_grad`` leaves forward mode on, which a dual number shows; inference mode is no Function's."""
+    """True in the forward of a torch.autograd.Function, where autograd switches off reverse and forward mode. A dual
+    number without a tangent shows that forward mode is off; ``no_grad`` leaves it on."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     zero = torch.zeros((), dtype=torch.float32)
@@ -361,9 +359,9 @@ def first_argument(frame: Any) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Name of a function; of a property's getter, the property's."""
+    """Name of a function, or of the property that the function is the getter of."""
     name = getattr(function, "__name__", str(function))
-    return function.__self__.__name__ if name == "__get__" else name  # a property's
+    return function.__self__.__name__ if name == "__get__" else name
 
 
 def names_by_function() -> dict[Any, str]:
@@ -390,7 +388,7 @@ PROPERTY_NAMES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_c
                   "is_quantized", "is_nested", "is_mps", "is_xpu", "itemsize", "nbytes", "grad_fn", "_base",
                   "names")  # fmt: skip
 GRADIENT_QUERIES = {Tensor.requires_grad.__get__, Tensor.is_leaf.__get__}  # type: ignore[attr-defined]
-LAYOUT_QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTY_NAMES if hasattr(Tensor, name)} | {
+METADATA_QUERIES = {getattr(Tensor, name).__get__ for name in PROPERTY_NAMES if hasattr(Tensor, name)} | {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.get_device, Tensor.__hash__, Tensor.is_inference,
     Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel, torch.get_device, torch.is_inference,

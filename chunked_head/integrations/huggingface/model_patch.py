@@ -1,5 +1,5 @@
-"""``ModelPatch``, the options and the state of one patched model; ``Report``, which is ``model.chunked_head``: what its
-losses and logits did."""
+"""``ModelPatch``: options and state of a patched model. ``Report``: counts and warnings of a patched model's losses and
+logits, which users read as ``model.chunked_head``."""
 
 import contextlib
 import sys
@@ -28,8 +28,8 @@ from .virtual import RehearsedLoss, Tail
 # the options of ``linear_cross_entropy`` that ``patch_model`` takes; the model decides the others
 OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "accumulate_into", "upstream", "skip_ignored",
            "deterministic", "precision", "backend")  # fmt: skip
-LIBRARY_PATHS = ("chunked_head/integrations", "/torch/", "contextlib.py")
-WRAPPER_PATHS = ("/accelerate/", "/peft/", "/deepspeed/")  # of frames between a model and its caller
+LIBRARY_PATHS = ("chunked_head/integrations", "/torch/", "contextlib.py")  # in paths of files that are no caller's
+WRAPPER_PATHS = ("/accelerate/", "/peft/", "/deepspeed/")  # in paths of files between a model and its caller
 TRL_REMEDY = "patch_trl() for TRL's SFT, DPO, KTO, GRPO, RLOO and distillation trainers"
 
 
@@ -37,19 +37,19 @@ class Report:
     """Report of a patched model's losses and logits: ``print(model.chunked_head)`` shows it.
 
     ``fused``: number of losses that this library has computed. ``materialised``: number of times that logits were
-    computed instead. ``reasons``: texts, each with the purpose and the place for which logits were computed. Losses and
-    logits in graphs of ``torch.compile`` are not counted.
+    computed instead. ``reasons``: texts, each with a purpose for which logits were computed and the place in the code.
+    Losses and logits in graphs of ``torch.compile`` are not counted.
     """
 
     def __init__(self, model: str):
-        self.model = model  # name of its class
+        self.model = model  # name of the model's class
         self.mechanism = "none"  # "lazy logits", or "none: " and the reason why the model is not patched
-        self.head_name, self.head_in_words = "", ""  # the name that the head has in the model; with its sizes
+        self.head_name, self.head_in_words = "", ""  # the head's name in the model; name and sizes
         self.tail: Tail | None = None  # of the last loss
         self.fused, self.materialised, self.reasons = 0, 0, list[str]()
-        self.warnings_by_occasion: dict[str, str] = {}  # messages
-        self.graph_loss_in_words, self.graph_logits_in_words = "", ""  # what graphs have made
-        self.metric_sums: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # by: of training, of evaluation
+        self.warnings_by_occasion: dict[str, str] = {}  # messages that were given
+        self.graph_loss_in_words, self.graph_logits_in_words = "", ""  # what graphs of torch.compile compute
+        self.metric_sums: dict[bool, dict[str, MetricValue]] = {True: {}, False: {}}  # True: of training
 
     def __str__(self) -> str:
         if not self.head_in_words:
@@ -67,7 +67,7 @@ class Report:
     __repr__ = __str__
 
     def warn(self, message: str, occasion: str | None = None) -> None:
-        """Warns, once for each ``occasion``, or for each message if that is None."""
+        """Warns once for each ``occasion``; once for each message if ``occasion`` is None."""
         if (occasion or message) not in self.warnings_by_occasion:
             self.warnings_by_occasion[occasion or message] = message
             warnings.warn(message, stacklevel=2)
@@ -76,8 +76,8 @@ class Report:
         self.metric_sums[is_training] = combine([self.metric_sums[is_training], metrics])
 
     def take_metrics(self, training: bool = True) -> Mapping[str, MetricValue]:
-        """Returns the metrics by name since the last call, of training or of evaluation, and empties them. Each has
-        ``.sum``, ``.count`` and ``.value``, on the device and of this rank (``chunked_head.metrics.all_reduce``)."""
+        """Returns the metrics since the last call, by name, of training or of evaluation, and empties them. Each has
+        ``.sum``, ``.count`` and ``.value`` of this rank, on the device (``chunked_head.metrics.all_reduce``)."""
         metrics, self.metric_sums[training] = self.metric_sums[training], {}
         return metrics
 
@@ -92,7 +92,7 @@ class ModelPatch:
         metrics: Sequence[Metric],
         when: str,  # forwards with lazy logits: "labels", "training" or "always"
         logits: str | None,
-        strict: bool,  # logits that would be computed raise
+        strict: bool,  # raise where logits would be computed
         head_options: dict[str, Any],
         model: str,
     ):
@@ -105,26 +105,26 @@ class ModelPatch:
         flag("strict", strict)
         self.loss, self.metrics = loss, metrics
         self.when, self.logits, self.strict = when, logits, strict
-        self.head_options, self.model = head_options, model  # the name of the model's class
+        self.head_options, self.model = head_options, model  # the latter is the name of the model's class
         self.head: Any = None  # the lazy module; None where the model is not patched
-        self.layouts: dict[Any, Any] = {}  # of the heads' logits by the heads' states, as layout_of finds them
+        self.layouts: dict[Any, Any] = {}  # the cache of layout_of
         self.report = Report(model)
-        # the forward that runs, and those before it
-        self.is_training = True  # mode of the model
-        self.num_forwards = 0  # runs of the class's forward; -1 after one in a graph
-        self.has_trained = False  # the model made a loss in training
-        # state of the forward that runs, for graphs of torch.compile: a graph reads only what it has written itself, so
-        # that it is not compiled again for other values
+        # state of the forward that runs, and of all forwards so far
+        self.is_training = True  # the model's mode in the forward
+        self.num_forwards = 0  # number of runs of the class's forward; -1 after a run in a graph
+        self.has_trained = False  # a forward in training mode has made a loss
+        # state of the forward that runs, for graphs of torch.compile: a graph reads only what it has written itself,
+        # so that it is not compiled again for other values
         self.is_running = False  # a forward of the patched model runs, in a graph or not
-        self.is_tracing = False  # a forward runs in a graph; code between its graphs runs outside of them
+        self.is_tracing = False  # a forward runs in a graph, or between two of its graphs
         self.graph_has_loss = False  # a graph made the loss of the forward
         self.graph_has_logits = False  # a graph computed logits of the forward
-        # losses of a model without numbers (explain.py), noted instead of made; None: losses are made
+        # losses of a rehearsal on the meta device (explain.py), which are not computed; None: losses are computed
         self.rehearsed: list[RehearsedLoss] | None = None
 
     def set_head(self, head: Any, name: str, is_tied: bool) -> None:
-        """Sets the lazy head. ``name``: that of the head in the model. ``is_tied``: its weight is the input
-        embeddings'."""
+        """Sets the lazy head. ``name``: the head's name in the model. ``is_tied``: the head's weight is that of the
+        input embeddings."""
         report = self.report
         self.head, report.head_name, report.mechanism = head, name, "lazy logits"
         report.head_in_words = f"{name} {list(sizes_of(head) or ())}" + (", tied" if is_tied else "")
@@ -137,43 +137,44 @@ class ModelPatch:
 
     @property
     def loss_argument(self) -> str:
-        """``"loss="`` or ``"metrics="``, whichever ``patch_model`` was given, else ``""``: for errors. Neither has an
-        effect on a loss that is made outside of the model's forward."""
+        """``"loss="`` or ``"metrics="``: the argument that ``patch_model`` got, for errors; "" without both. Neither
+        has an effect on a loss that is made outside of the model's forward."""
         return "loss=" if self.loss is not None else "metrics=" if self.metrics else ""
 
     def refuse(self, reason: str) -> None:
-        """Notes that the model stays unpatched for ``reason``, and warns. ValueError if ``loss`` or ``metrics`` were
-        given, which would have no effect."""
+        """Reports that the model stays unpatched for ``reason``, and warns. ValueError if the patch has a loss or
+        metrics, which would have no effect."""
         if self.loss_argument:
             raise ValueError(f"{self.loss_argument} of patch_model has no effect on this {self.model}: {reason}")
         self.report.mechanism = f"none: {reason}"
         self.report.warn(f"chunked_head leaves {self.model} as it is: {reason}")
 
     def has_lazy_logits(self, model: nn.Module, has_labels: bool, has_cache: bool = False) -> bool:
-        """True where the logits of a forward are lazy. ``has_labels``: the forward has labels. ``has_cache``: it has
+        """True if the logits of a forward are lazy. ``has_labels``: the forward has labels. ``has_cache``: it has
         ``past_key_values``, as in generation, which reads the logits of one token."""
         if self.head is None or is_exporting():
             return False
         return has_labels or (self.wants_unlabelled(model, has_cache) and not self.is_sharded(model))
 
     def wants_unlabelled(self, model: nn.Module, has_cache: bool) -> bool:
-        """True where the option ``when`` asks for lazy logits of a forward without labels."""
+        """True if the option ``when`` asks for lazy logits of a forward without labels."""
         return (self.when == "training" and is_training(model)) or (self.when == "always" and not has_cache)
 
     def is_sharded(self, model: nn.Module) -> bool:
-        """True where FSDP shards the model or its head."""
+        """True if FSDP shards the model or the head."""
         return is_fully_sharded(model) or is_fully_sharded(self.head)
 
     def check_unlabelled(self, model: nn.Module, has_cache: bool) -> None:
-        """Reports a forward without labels whose loss this library will not compute. RuntimeError in a training step if
-        ``loss`` or ``metrics`` were given, else a warning; a warning under FSDP."""
+        """Warns of a training step's forward without labels, if this library will not compute the loss of its logits.
+        RuntimeError instead if the patch has a loss or metrics. Warns also under FSDP, where
+        losses outside of the forward are not fused."""
         if self.head is None or is_exporting():
             return
         is_compiling = torch.compiler.is_compiling()
-        is_ignored = self.when == "labels" and not is_compiling and patch_in_forward(self.head) is None
-        if is_training(model) and (self.loss_argument or is_ignored) and (is_compiling or not self.has_trained):
+        is_loss_ignored = self.when == "labels" and not is_compiling and patch_in_forward(self.head) is None
+        if is_training(model) and (self.loss_argument or is_loss_ignored) and (is_compiling or not self.has_trained):
             caller = "" if is_compiling else f" that {caller_location(WRAPPER_PATHS)} called"
-            self.check_outside_loss(f"the forward{caller} was given no labels")
+            self.report_training_loss(f"the forward{caller} was given no labels")
         if self.wants_unlabelled(model, has_cache) and self.is_sharded(model):
             self.report.warn(
                 f"chunked_head: {self.model} is sharded by FSDP, which takes its weights away when the forward ends: "
@@ -182,12 +183,13 @@ class ModelPatch:
 
     @contextlib.contextmanager
     def forward_with(self, head: Any, has_labels: bool) -> Iterator[None]:
-        """A context of the model's forward, in which a call of the head returns lazy logits. If nested forwards share a
-        head, its logits belong to the innermost forward with labels."""
+        """A context for the model's forward, in which a call of the head returns lazy logits. RuntimeError at its end
+        if there are labels and the patch's loss or metrics had no effect. If nested forwards share a head, its
+        logits belong to the innermost of them."""
         is_compiling = torch.compiler.is_compiling()
-        forward, earlier_count = Forward(self), 0
+        forward, count_before = Forward(self), 0
         if not is_compiling:  # a graph must not depend on counts
-            earlier_count = self.report.fused + self.report.materialised
+            count_before = self.report.fused + self.report.materialised
             enter(forward, head)
         self.is_running, self.is_tracing = True, is_compiling
         self.graph_has_loss = self.graph_has_logits = False
@@ -207,30 +209,30 @@ class ModelPatch:
             )
         if is_compiling or forward.is_covered or self.graph_has_logits:
             return
-        if self.report.fused + self.report.materialised == earlier_count:
+        if self.report.fused + self.report.materialised == count_before:
             name = self.report.head_name
             self.report.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {name}")
 
-    def count_loss(self, tail: Tail, by_model: bool = False) -> None:
-        """Counts a loss; ``by_model``: made by the model inside of its forward."""
-        if by_model and self.is_training:
+    def count_loss(self, tail: Tail, is_in_forward: bool = False) -> None:
+        """Counts a loss. ``is_in_forward``: the model's forward makes the loss."""
+        if is_in_forward and self.is_training:
             self.has_trained = True
         if torch.compiler.is_compiling():
             self.report.graph_loss_in_words = "losses fused"
-            self.graph_has_loss = self.graph_has_loss or by_model
+            self.graph_has_loss = self.graph_has_loss or is_in_forward
             return
         self.report.fused += 1
         self.report.tail = tail
-        if by_model and (forward := running_forward(self)) is not None:
+        if is_in_forward and (forward := running_forward(self)) is not None:
             forward.has_loss = True
 
     def count_forward(self) -> None:
         """Counts a run of the class's forward."""
         self.num_forwards = -1 if torch.compiler.is_compiling() else self.num_forwards + 1
 
-    def check_outside_loss(self, description: str) -> None:
-        """Reports a training step's loss that was made outside of the forward, so that ``loss`` and ``metrics`` have no
-        effect on it: raises if they were given, else warns once."""
+    def report_training_loss(self, description: str) -> None:
+        """Reports a training step's loss that is made outside of the forward, with remedies: RuntimeError if the patch
+        has a loss or metrics, which have no effect on it, else a warning. ``description``: how the loss is made."""
         argument = self.loss_argument
         if argument:
             remedy_by_labels = (
@@ -245,16 +247,16 @@ class ModelPatch:
         remedies = [remedy_by_labels, remedy_by_patch, *([] if is_on_trl() else [TRL_REMEDY])]
         self.report_outside_loss(description, remedies)
 
-    def report_hidden_forward(self, name: str) -> None:
-        """Reports that a forward which is set on the model ran instead of its class's: RuntimeError if ``loss`` or
-        ``metrics`` were given, else a warning. ``name``: of that forward, with its place in the code."""
+    def report_instance_forward(self, name: str) -> None:
+        """Reports that an instance's forward ran instead of the class's: RuntimeError if the patch has a loss or
+        metrics, else a warning. ``name``: the name of the instance's forward, and its place in the code."""
         if self.loss_argument or not is_on_trl():
             remedies = ["let it call the forward that it finds on the model", *([] if is_on_trl() else [TRL_REMEDY])]
             self.report_outside_loss(f"by {name}, which runs instead of the model's forward", remedies)
 
     def report_outside_loss(self, description: str, remedies: Sequence[str]) -> None:
-        """Reports a loss that this library does not compute: RuntimeError if ``loss`` or ``metrics`` were given, else a
-        warning, once. ``description``: of the loss, for the text. ``remedies``: what the user can do."""
+        """Reports a loss that this library does not compute: RuntimeError if the patch has a loss or metrics, else one
+        warning. ``description``: how the loss is made. ``remedies``: texts of what the user can do."""
         if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and in_backward()):
             return  # in backward a checkpoint runs the forward again
         advice = ", or ".join(remedies)
@@ -269,7 +271,7 @@ class ModelPatch:
         )
 
     def count_logits(self, purpose: str) -> None:
-        """Counts logits that are about to be computed for ``purpose``, and warns; RuntimeError with ``strict``."""
+        """Counts logits that will be computed for ``purpose``, and warns. RuntimeError with ``strict``."""
         is_compiling = torch.compiler.is_compiling()
         location = "a place in a graph" if is_compiling else caller_location()
         if self.strict:
@@ -290,13 +292,12 @@ class ModelPatch:
         self.report.warn(warning, occasion=purpose)
 
     def note_rehearsed(self, loss: RehearsedLoss) -> None:
-        """Adds a loss of a rehearsal on the meta device (``explain.py``) to ``rehearsed``, with the place in the
-        model's code that makes it."""
+        """Adds a loss to ``rehearsed``, with the place in the model's code that makes it."""
         assert self.rehearsed is not None
         self.rehearsed.append(loss._replace(location=caller_location()))
 
     def add_metrics(self, output: LossOutput) -> None:
-        """Adds a call's metrics to the report, but for those of a forward that a checkpoint runs again in backward."""
+        """Adds the metrics of ``output`` to the report, except in backward, where a checkpoint repeats the forward."""
         if output.metrics and (torch.compiler.is_compiling() or not in_backward()):
             self.report.add_metrics(output.metrics, self.is_training)
 
@@ -311,7 +312,7 @@ def is_exporting() -> bool:
 
 
 def is_training(model: nn.Module) -> bool:
-    """True where a forward of the model is for a training step: in its training mode, with gradients enabled."""
+    """True if a forward of the model is for a training step: the model is in training mode, with gradients enabled."""
     return model.training and torch.is_grad_enabled()
 
 
@@ -321,7 +322,7 @@ def is_on_trl() -> bool:
 
 
 def is_fully_sharded(module: Any) -> bool:
-    """True where FSDP2 shards a module, or FSDP1 wraps it."""
+    """True if FSDP2 shards a module, or FSDP1 wraps it."""
     names = {base.__name__ for base in type(module).__mro__}
     return bool(names & {"FSDPModule", FSDP1}) or hasattr(module, "_is_fsdp_managed_module")
 
@@ -335,7 +336,7 @@ def caller_location(skipped_paths: tuple[str, ...] = ()) -> str:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for an unknown option, and what its check raises for a value that no head and batch takes."""
+    """TypeError for an unknown option. TypeError or ValueError for a value that is wrong for every head and batch."""
     check_named(options, OPTIONS, "; scale, softcap, bias and reduction are the model's own")
 
 
@@ -348,10 +349,10 @@ def check_loss(loss: Losses | None, metrics: Sequence[Metric]) -> None:
     readers: list[Summand | Metric] = [*summands, *metrics]
     for reader in readers:
         if reader.fields or reader.scope != "token":
-            needs = ", ".join(reader.fields) or "segments"
+            field_names = ", ".join(reader.fields) or "segments"
             raise ValueError(
-                f"{reader.label} needs {needs}, and a model's forward has labels alone; call linear_loss on the "
+                f"{reader.label} needs {field_names}, and a model's forward has labels alone; call linear_loss on the "
                 "model's hidden states"
             )
-    # raises for two of a name, and for too many temperatures
+    # raises for two losses or metrics of one name, and for too many temperatures
     structure_of(losses.cross_entropy() if loss is None else loss, metrics, 1.0, 2)

@@ -1,7 +1,7 @@
-"""Any HuggingFace model with one line: its forward computes its loss through this library.
+"""``patch_model``: the forward of any HuggingFace model computes its loss through this library.
 
-Model and head remain the same objects with the same parameters, hooks and names. Only their classes change, to
-subclasses of theirs (``Patched``, ``LazyHead``).
+Model and head remain the same objects with the same parameters, hooks and names. Their classes change to subclasses
+(``Patched``, ``LazyHead``).
 """
 
 import functools
@@ -35,8 +35,8 @@ from .source import LAZY_HEADS, PATCH, patch_in_forward, watch_optimizers
 from .traced_logits import TracedLogits
 
 REPORT = "chunked_head"  # attribute of a model: the Report of its patch
-LABEL_NAMES = ("labels", "shift_labels")  # arguments of a model's forward
-CACHE_NAMES = ("past_key_values", "cache")  # "cache" since transformers 5.24
+LABEL_NAMES = ("labels", "shift_labels")  # parameters of a model's forward
+CACHE_NAMES = ("past_key_values", "cache")  # parameters; the latter since transformers 5.24
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -52,18 +52,18 @@ def patch_model(
 ) -> Model:
     """Makes the forward of a HuggingFace model compute its loss through this library, without the logits.
 
-    For any model with ``get_output_embeddings()``: while labels are given, its head returns lazy logits that remember
-    what the model does to them, and the model's own call of ``F.cross_entropy`` becomes ``linear_cross_entropy``.
-    Whatever else is done with them computes them, as before, and says where, once.
+    The model needs ``get_output_embeddings()``. In a forward with labels the head returns lazy logits, which record
+    what the model does to them, and ``F.cross_entropy`` of them becomes ``linear_cross_entropy``. Any other function
+    that reads lazy logits computes them, as without the patch, and warns once with the place in the code.
 
         model = patch_model(AutoModelForCausalLM.from_pretrained(name))
         Trainer(model, ...).train()
         print(model.chunked_head)                     # which head, which scale and cap, how many losses went through
 
     Args:
-        model: a transformers model, or PEFT's around one; before or after PEFT, DDP's and FSDP2's wrapping of it.
+        model: a transformers model, or PEFT's around one. PEFT, DDP and FSDP2 may come before or after the patch.
         loss: what to compute instead of the cross-entropy inside of the forward: a sum of ``chunked_head.losses`` that
-            need only labels, reduced as the model reduces its own, or a function as in ``linear_loss``.
+            need only labels, reduced as the model's cross-entropy is, or a function as in ``linear_loss``.
         metrics: functions of ``chunked_head.metrics`` that need only labels. Their values are summed on the device over
             forwards until ``model.chunked_head.take_metrics()``, or until ``log_metrics`` logs them. A training step
             whose forward is given no labels raises if ``loss`` or ``metrics`` were given.
@@ -74,7 +74,7 @@ def patch_model(
         logits: ``"lazy"``: ``output.logits`` are computed when they are read. They can be read until the optimizer's
             step, and raise after it; they have no gradient of the loss. None: the output has no logits where labels
             were given in training; in evaluation its logits are lazy, for ``compute_metrics``.
-        strict: raise where lazy logits would be computed, instead of a warning.
+        strict: True raises RuntimeError, in place of a warning, where lazy logits would be computed.
         head_options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``accumulate_into``, ``upstream``,
             ``skip_ignored``, ``deterministic``, ``precision``, ``backend`` of ``linear_cross_entropy``.
 
@@ -126,7 +126,7 @@ def unpatch_model(model: Model) -> Model:
     return model
 
 
-# by the class of a wrapper of a model: the function that makes the wrapper, and its attribute that is the model
+# by the name of a wrapper's class: the function that makes the wrapper, and the attribute that holds the model
 MODEL_WRAPPERS = {
     "OptimizedModule": ("torch.compile", "_orig_mod"),
     "DataParallel": ("torch.nn.DataParallel", "module"),
@@ -135,17 +135,17 @@ MODEL_WRAPPERS = {
 }
 
 
-def model_without_peft(model: Any, function: str) -> nn.Module:
-    """The model without PEFT's wrapper. TypeError for other wrappers and for what is no module. ``function``: name of
-    the public function, for errors."""
+def model_without_peft(model: Any, function_name: str) -> nn.Module:
+    """The model without PEFT's wrapper. TypeError for other wrappers and for what is no module. ``function_name``: of
+    the public function that the user called."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model of {function} must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model of {function_name} must be a torch.nn.Module, got {type(model).__name__}")
     for base in type(model).__mro__:
         if base.__name__ in MODEL_WRAPPERS:
             wrapping_function, attribute = MODEL_WRAPPERS[base.__name__]
             raise TypeError(
-                f"model of {function} must be the model itself, got the {base.__name__} that {wrapping_function} made "
-                f"of one; {function} the model first and give {wrapping_function} the result, or pass "
+                f"model of {function_name} must be the model itself, got the {base.__name__} that {wrapping_function} "
+                f"made of one; {function_name} the model first and give {wrapping_function} the result, or pass "
                 f"model.{attribute}"
             )
     return base_model(model)
@@ -155,9 +155,9 @@ class Patched:
     """The first base class of a patched model's class; the second is the class before the patch. While its forward
     runs, the head's logits are lazy."""
 
-    class_before: type  # the model's class without the patch
+    class_before: type  # the model's class before the patch
     training: bool
-    argument_positions: dict[str, int]  # positions of forward's parameters, by name
+    argument_positions: dict[str, int]  # by name: positions of the parameters of forward
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return empty_patched_model, (self.class_before,), self.__dict__.copy()
@@ -166,19 +166,21 @@ class Patched:
         if not isinstance(self, Patched):  # unpatched, and this method is still referenced
             return type(self).__call__(self, *args, **kwargs)
         patch: Any = self.__dict__.get(PATCH)
-        has_forward_attribute = patch is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
-        if not has_forward_attribute or not self.training or not has_instance_forward(self):
+        may_have_instance_forward = (
+            patch is not None and "forward" in self.__dict__ and not torch.compiler.is_compiling()
+        )
+        if not may_have_instance_forward or not self.training or not has_instance_forward(self):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        # the name is read first: TRL takes its forward off as it runs
+        # the name is read first: TRL's forward removes itself from the model when it runs
         forward_in_words, num_forwards = instance_forward_in_words(self), max(patch.num_forwards, 0)
         patch.num_forwards = num_forwards
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if patch.num_forwards == num_forwards:
-            patch.report_hidden_forward(forward_in_words)
+            patch.report_instance_forward(forward_in_words)
         return output
 
     def has_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
-        """True if forward gets an argument of one of ``names``, by keyword or by position, that is not None."""
+        """True if an argument of one of ``names``, by keyword or by position, is not None."""
         for name in names:
             position = self.argument_positions.get(name, -1)
             if kwargs.get(name) is not None or (0 <= position < len(args) and args[position] is not None):
@@ -193,11 +195,11 @@ def empty_patched_model(model_class: type) -> Any:
 
 @functools.cache
 def patched_class(model_class: type) -> type:
-    """The class of patched models whose class before the patch is ``model_class``. Both have the same name."""
+    """The class, of the same name, of patched models whose class before the patch is ``model_class``."""
     class_forward = model_class.forward  # type: ignore[attr-defined]
     signature = inspect.signature(class_forward)
-    names = [name for name in signature.parameters if name != "self"]
-    positions = {name: position for position, name in enumerate(names)}
+    parameter_names = [name for name in signature.parameters if name != "self"]
+    positions = {name: position for position, name in enumerate(parameter_names)}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, Patched):  # unpatched, and this method is still referenced
@@ -243,7 +245,7 @@ def without_logits(output: Any) -> Any:
 
 
 def adopt_head(patch: ModelPatch, model: nn.Module, head: Any) -> None:
-    """Makes ``head`` the head of the patch, and lazy."""
+    """Makes ``head`` the head of the patch and makes it lazy."""
     weight = getattr(embeddings(model, "input"), "weight", None)
     is_tied = any(weight is parameter for parameter in head.parameters())
     patch.set_head(head, name_of(head, model), is_tied)
@@ -251,8 +253,8 @@ def adopt_head(patch: ModelPatch, model: nn.Module, head: Any) -> None:
 
 
 def current_head(patch: ModelPatch, model: Any) -> Any:
-    """Returns the model's head as it is now, since users resize, replace and adapt heads; adopts a new head. None if it
-    is not understood."""
+    """Returns the head that the model now has; None if ``find_head`` raises. A head that is new, since users resize,
+    replace and adapt heads, becomes the head of the patch."""
     try:
         head = find_head(model)
     except UnknownHead as reason:
@@ -270,7 +272,7 @@ def current_head(patch: ModelPatch, model: Any) -> Any:
 
 
 def make_head_lazy(head: nn.Module, patch: Any) -> None:
-    """Gives a lazy class to a head, and to the module inside of its wrapper."""
+    """Gives lazy classes to a head and to the module in its wrapper, and the patch to the head."""
     for module in {unwrapped(head), head}:
         if not isinstance(module, LazyHead):
             loosen_forward(module)
@@ -283,8 +285,8 @@ def make_head_lazy(head: nn.Module, patch: Any) -> None:
 
 
 def make_head_plain(patch: ModelPatch) -> None:
-    """Gives the head of a patch its class before the patch. If another framework has subclassed our class, that
-    subclass stays and does nothing. A head that another patched model shares stays lazy."""
+    """Gives the head of a patch the class that it had before. A framework's subclass of our class stays, and computes
+    as the class before. A head that another patched model shares stays lazy."""
     head = patch.remove_head()
     if head is None or head.__dict__.get(PATCH) is not patch:
         return
@@ -302,7 +304,7 @@ def log_metrics(trainer: Any) -> Any:
         model = patch_model(model, metrics=[metrics.entropy(), metrics.accuracy()])
         log_metrics(Trainer(model, ...)).train()      # {"loss": ..., "entropy": ..., "accuracy": ...}
 
-    Each logged value is that of all tokens since the last log, over all ranks. Metrics of training are logged beside
+    A logged value is of all tokens since the last log, on all ranks. Metrics of training are logged beside
     ``loss``, those of an evaluation beside ``eval_loss``, as ``eval_entropy``. Values are read from the device when
     they are logged.
 

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .layout import Layout, layout_of
+from .layout import LogitsLayout, layout_of
 from .virtual import VirtualLogits, replay
 
 ARGMAX_ROWS = 1024  # rows of logits that argmax computes at a time
 PATCH = "_chunked_head_patch"  # attribute of a patched model and of its lazy head: the ModelPatch
 LAZY_HEADS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # heads that are lazy now
-# the innermost forward that runs, by (thread, id of the head): models may share a head, and threads a model
+# by (thread, id of a head): the innermost forward that runs; models may share a head, and threads may share a model
 INNERMOST_FORWARDS: dict[tuple[int, int], "Forward"] = {}
-ParameterVersions = tuple[
-    tuple[str, Tensor, int | None], ...
-]  # name, parameter and version of each parameter of a head
+ParameterVersions = tuple[tuple[str, Tensor, int | None], ...]  # a head's parameters: names, tensors and versions
 
 
 @dataclass(eq=False)
@@ -66,7 +64,7 @@ def running_forward(patch: Any) -> Forward | None:
 
 
 def patch_in_forward(head: Any) -> Any:
-    """The ``ModelPatch`` of the innermost forward that runs and has the head; None while no such forward runs."""
+    """The ``ModelPatch`` of the innermost forward that runs and whose head is ``head``; None without such a forward."""
     patch = head.__dict__.get(PATCH)
     if torch.compiler.is_compiling():  # a graph knows no threads
         return patch if patch is not None and patch.is_running else None
@@ -82,16 +80,16 @@ def version(tensor: Tensor) -> int | None:
 
 
 def versions(head: nn.Module) -> ParameterVersions:
-    """Names, parameters and versions of a head's parameters. Empty under FSDP1, which exchanges parameters as it
-    gathers and frees."""
+    """Names, tensors and versions of a head's parameters. Empty under FSDP1, which replaces parameters when it gathers
+    and frees them."""
     if hasattr(head, "_is_fsdp_managed_module"):
         return ()
     return tuple((name, parameter, version(parameter)) for name, parameter in head.named_parameters())
 
 
 def change_in_words(head: nn.Module, versions: ParameterVersions) -> str | None:
-    """A text that names the first parameter of a head that was written to or replaced since ``versions``; None if there
-    is no such parameter."""
+    """A text that names the first parameter of a head that was written to or replaced after ``versions`` were taken;
+    None if there is no such parameter."""
     current_parameters = dict(head.named_parameters())
     for name, parameter, old_version in versions:
         current_parameter = current_parameters.get(name)
@@ -108,20 +106,18 @@ def change_in_words(head: nn.Module, versions: ParameterVersions) -> str | None:
 
 
 def is_plain_parameter(parameter: Any) -> bool:
-    """True for a parameter of PyTorch's own type that holds numbers. Frameworks that shard replace parameters of other
-    types."""
+    """True for a parameter of PyTorch's own type that has numbers. Frameworks that shard replace other parameters."""
     return type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Makes every optimizer's step raise the versions of the lazy heads' parameters. A fused step does not raise them
-    by itself."""
+    """Makes each optimizer's step increment the versions of lazy heads' parameters, which a fused step does not do."""
     register_optimizer_step_post_hook(count_writes)
 
 
 def count_writes(optimizer: Any, *_: Any) -> None:
-    """Increments the version of each parameter of a lazy head that the optimizer updates: a hook after its steps."""
+    """A hook after an optimizer's steps: increments the versions of the lazy heads' parameters that it updates."""
     head_parameters = {id(parameter) for head in LAZY_HEADS for parameter in head.parameters()}
     stepped_parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     torch.autograd.graph.increment_version(
@@ -142,7 +138,7 @@ class Source:
     has_grad: bool  # gradients were enabled
     autocast_dtype: torch.dtype | None  # None: autocast was off
     device_type: str  # of autocast
-    layout: Layout  # of the head's logits
+    layout: LogitsLayout  # of the head's logits
     has_run_hooks: bool  # the head's pre-hooks have run on the hidden states
     parameter_versions: ParameterVersions = ()  # at the call
 

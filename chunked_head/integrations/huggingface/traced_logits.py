@@ -11,35 +11,17 @@ from .fused import cross_entropy
 from .lazy_logits import WRITING_METHODS, View, apply_view, with_computed, writes_to_tensor
 from .virtual import COPIES, OPERATORS, VIEWS, VirtualLogits, gathers
 
-NONVIEW_METHODS = {
-    "softmax",
-    "log_softmax",
-    "logsumexp",
-    "argmax",
-    "max",
-    "min",
-    "amax",
-    "amin",
-    "sum",
-    "mean",
-    "topk",
-    "exp",
-    "sigmoid",
-    "std",
-    "var",
-    "norm",
-    "gather",
-    "matmul",
-    "cross_entropy",
-}  # methods whose results share no memory with the logits
+# methods whose results share no memory with the logits
+NONVIEW_METHODS = {"softmax", "log_softmax", "logsumexp", "argmax", "max", "min", "amax", "amin", "sum", "mean", "topk",
+                   "exp", "sigmoid", "std", "var", "norm", "gather", "matmul", "cross_entropy"}  # fmt: skip
 
 
 class TracedLogits:
-    """Lazy logits as a plain object with methods of tensors, which a compiler can trace. Methods that need numbers
-    compute the logits in the graph."""
+    """Lazy logits as an object that compilers can trace: no tensor, but with methods of tensors. Methods that need
+    numbers compute the logits in the graph."""
 
     def __init__(self, virtual: VirtualLogits, base: Any = None, view: View | None = None):
-        self._virtual, self._view_base, self._view = virtual, base, view  # view makes these of base
+        self._virtual, self._view_base, self._view = virtual, base, view  # as in LazyLogits.wrap
         self._computed: Tensor | None = None  # set where these logits or their base may be written to
 
     @property
@@ -76,11 +58,11 @@ class TracedLogits:
         return self.in_memory() if self.is_shared() else self._virtual.source.computed_logits(self._virtual)
 
     def is_shared(self) -> bool:
-        """True where these logits, or their base, have been computed because something may write to them."""
+        """True if the logits, or the logits that they are a view of, have been computed in one memory."""
         return self._computed is not None or (self._view_base is not None and self._view_base.is_shared())
 
     def in_memory(self) -> Tensor:
-        """Computes these logits as a view of the computed ``_view_base``, if they have one; returns them."""
+        """Computes the logits, as a view of the computed ``_view_base`` if that is not None; returns them."""
         if self._computed is None:
             if self._view_base is None:
                 self._computed = self._virtual.source.computed_logits(self._virtual)
@@ -94,8 +76,8 @@ class TracedLogits:
         return getattr(self.compute_for(name), name)
 
     def compute_for(self, purpose: str) -> Tensor:
-        """The logits, for the method ``purpose`` that reads them. RuntimeError for a method that writes, which would
-        reach a copy."""
+        """Computes the logits for the method ``purpose``; returns them. RuntimeError for a method that writes, since it
+        would write to a copy."""
         if writes_to_tensor(purpose):
             raise RuntimeError(f"{purpose} on lazy logits inside of torch.compile is not supported; unpatch the model")
         self._virtual.source.patch.count_logits(purpose)
@@ -118,7 +100,7 @@ class TracedLogits:
 
 
 def method_result(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of the method ``name`` of lazy logits: lazy logits where that needs no numbers, else a tensor."""
+    """Calls the method ``name`` of lazy logits. Returns lazy logits if it needs no numbers, else a tensor."""
     operation = (COPIES | VIEWS).get(name)
     result = NotImplemented if operation is None or logits.is_shared() else operation(logits._virtual, *args, **kwargs)
     if result is NotImplemented:

@@ -1,10 +1,8 @@
-"""Logits that are not computed (``VirtualLogits``), and the options of this library's functions that do what a model
-does to them (``Tail``).
+"""``VirtualLogits``: logits that are not computed. ``Tail``: operations on logits, as options of this library.
 
-``VirtualLogits`` hold the hidden states, and the operations on the logits since the head's call. Every function here
-that has a parameter ``v`` stands for the tensor's method of its name on logits [..., vocab]. A method that moves rows
-is applied to the hidden states at once. A method that changes each logit becomes a step, with a copy of its operand.
-For any other method and operand the result is ``NotImplemented``.
+A function with a parameter ``v`` is the tensor's method of its name for virtual logits ``v`` [..., vocab]. A method
+that moves rows moves those of the hidden states at once. A method that changes each logit adds a step, with a copy of
+its operand. Methods return ``NotImplemented`` for operands that need computed logits.
 """
 
 import operator
@@ -18,8 +16,8 @@ from torch import Tensor
 from ...losses.base import Losses
 
 NUMBER_TYPES = (int, float)  # not a union, which torch.compile of torch 2.9 cannot take
-MASK_DTYPES = (torch.bool, torch.uint8)  # of indices that select by a mask
-DIMENSION_NAMES = ("dim", "dim0", "dim1", "axis0", "axis1", "start_dim", "end_dim")  # parameters
+MASK_DTYPES = (torch.bool, torch.uint8)  # dtypes of indices that are masks
+DIMENSION_NAMES = ("dim", "dim0", "dim1", "axis0", "axis1", "start_dim", "end_dim")  # of parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,14 +25,14 @@ class VirtualLogits:
     """Logits [..., vocab] that are not computed: the head's output for ``hidden`` [..., hidden], after ``steps``.
 
     A step is a name with its argument: ``("cast", dtype)``, ``("mul", s)``, ``("div", s)``, ``("tanh", None)``,
-    ``("add", [vocab])``, ``("crop", n)``, ``("log_softmax", dtype)``. ``source`` computes the head's output.
+    ``("add", vector [vocab])``, ``("crop", number of columns)``, ``("log_softmax", dtype)``.
     """
 
     hidden: Tensor
     steps: tuple[tuple[str, Any], ...]  # operations since the head's call: names with arguments
     vocab: int  # number of columns of the logits
     dtype: torch.dtype  # of the logits
-    source: Any  # the ``Source``: the head and its state when it was called
+    source: Any  # the ``Source``: the deferred call of the head
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,7 +83,7 @@ def cast(v: VirtualLogits, dtype: torch.dtype) -> Any:
 
 
 def to(v: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
-    """Casts only: logits of another device are computed first."""
+    """Casts. NotImplemented for another device."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if kwargs.get("copy") or [boolean for boolean in args if isinstance(boolean, bool)][1:] == [True]:
         v = v.with_fields()  # a copy: writes to the result do not reach the original
@@ -102,7 +100,7 @@ def to(v: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def factor_method(name: str) -> Callable[[VirtualLogits, Any], Any]:
-    """The method that multiplies or divides logits by a number; ``name``: ``"mul"`` or ``"div"``."""
+    """The method that multiplies (``name`` is ``"mul"``) or divides (``"div"``) logits by a number."""
 
     def scaled_logits(v: VirtualLogits, other: Any, **kwargs: Any) -> Any:
         if kwargs:
@@ -117,7 +115,7 @@ def factor_method(name: str) -> Callable[[VirtualLogits, Any], Any]:
 
 
 def add(v: VirtualLogits, other: Any, **kwargs: Any) -> Any:
-    """Adds a vector over the vocabulary: ``other`` [..., vocab], whose leading dimensions are 1."""
+    """Adds ``other``, a vector over the vocabulary: [vocab], or [1, ..., vocab]."""
     if not isinstance(other, Tensor) or other.dim() == 0 or kwargs:
         return NotImplemented
     if other.shape[-1] != v.vocab or other.numel() != v.vocab or other.dim() > len(v.shape):
@@ -141,16 +139,16 @@ def getitem(v: VirtualLogits, index: Any) -> Any:
 
 
 def gathers(index: Any) -> bool:
-    """True where indexing with ``index`` copies logits into new memory, rather than making a view."""
+    """True if indexing with ``index`` copies, False if it returns a view."""
     indices = index if isinstance(index, tuple) else (index,)
     return any(isinstance(item, Tensor) and (item.dim() > 0 or item.dtype in MASK_DTYPES) for item in indices)
 
 
 def split_index(v: VirtualLogits, index: Any) -> tuple[tuple[Any, ...], Any] | None:
-    """Splits an index of logits into that of the rows, a tuple, and that of the vocabulary. None if it cannot be
-    split."""
+    """Splits an index of logits into a tuple that indexes rows and an index of the vocabulary. None for an
+    index that cannot be split."""
     indices = index if isinstance(index, tuple) else (index,)
-    num_indexed = 0
+    num_indexed_dims = 0
     for item in indices:
         if item is Ellipsis or item is None:
             continue
@@ -159,13 +157,13 @@ def split_index(v: VirtualLogits, index: Any) -> tuple[tuple[Any, ...], Any] | N
                 return None
         elif not isinstance(item, (int, slice, Tensor)) or isinstance(item, bool):
             return None
-        num_indexed += item.dim() if isinstance(item, Tensor) and item.dtype in MASK_DTYPES else 1
-    missing_indices = (slice(None),) * (len(v.shape) - num_indexed)
+        num_indexed_dims += item.dim() if isinstance(item, Tensor) and item.dtype in MASK_DTYPES else 1
+    full_slices = (slice(None),) * (len(v.shape) - num_indexed_dims)
     ellipsis_position = next((i for i, item in enumerate(indices) if item is Ellipsis), None)
     if ellipsis_position is None:
-        indices = (*indices, *missing_indices)
+        indices = (*indices, *full_slices)
     else:
-        indices = (*indices[:ellipsis_position], *missing_indices, *indices[ellipsis_position + 1 :])
+        indices = (*indices[:ellipsis_position], *full_slices, *indices[ellipsis_position + 1 :])
     column_index = indices[-1]
     if column_index is None or (
         isinstance(column_index, Tensor) and column_index.dtype in MASK_DTYPES and column_index.dim() > 1
@@ -190,7 +188,7 @@ def crop(v: VirtualLogits, column_index: Any) -> Any:
 
 
 def as_sizes(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Sizes or dimensions as a tuple, from arguments that are the numbers, or one sequence of them."""
+    """Integers as a tuple, from a method's arguments: several integers, or one sequence of integers."""
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
 
 
@@ -236,8 +234,8 @@ def permute(v: VirtualLogits, *dims: Any) -> Any:
 
 
 def row_method(name: str, *parameter_names: str, **defaults: int) -> Callable[..., Any]:
-    """A method of logits that applies the tensor's method ``name`` to the hidden states; NotImplemented along the
-    vocabulary. ``parameter_names``: of the tensor's method; ``defaults``: default values of parameters."""
+    """A method of virtual logits that calls the method ``name`` of the hidden states; NotImplemented for a dimension
+    that is the vocabulary. ``parameter_names`` and ``defaults`` (default values by name) are those of that method."""
 
     def method(v: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
         arguments = defaults | dict(zip(parameter_names, args, strict=False)) | kwargs
@@ -293,17 +291,17 @@ OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__
 
 @dataclass(frozen=True)
 class Tail:
-    """The operations between head and loss, which reads ``softcap * tanh(logit_scale * (hidden @ weight[:vocab].T +
-    bias) / softcap)``. ``softcap`` and ``vocab`` are None for operations that the model lacks.
+    """A model's operations between head and loss. The loss reads ``softcap * tanh(logit_scale * (hidden @
+    weight[:vocab].T + bias) / softcap)``. ``softcap`` and ``vocab`` are None without a cap and without a crop.
 
-    ``biases``: vectors over the vocabulary, each with the factor that the logits had when the vector was added. The
-    bias of the head is the vector divided by the factor.
+    ``biases``: vectors that the model adds to the logits, each with the factor that had multiplied the logits before.
+    The vector divided by the factor is a bias of the head.
     """
 
     logit_scale: float = 1.0
     softcap: float | None = None
     vocab: int | None = None
-    biases: tuple[tuple[Tensor, float], ...] = ()  # pairs of a vector and a factor
+    biases: tuple[tuple[Tensor, float], ...] = ()  # pairs of a vector [vocab] and a factor
 
     def bias(self, module_bias: Tensor | None, weight: Tensor) -> Tensor | None:
         """The bias of the cropped head [vocab], differentiable; None if it has no bias. ``module_bias``: the bias of
@@ -323,22 +321,22 @@ class Tail:
 
 
 class RehearsedLoss(NamedTuple):
-    """A loss of hidden states on the meta device, recorded instead of computed (``explain.py``)."""
+    """A loss of hidden states on the meta device. It is recorded and not computed (``explain.py``)."""
 
     tail: Tail
     hidden: Tensor
-    weight: Tensor | None  # None where the head's own forward would run, some rows at a time
+    weight: Tensor | None  # None if the head's own forward would compute each chunk's logits
     bias: Tensor | None
     autocast_dtype: torch.dtype | None  # None: autocast was off
     logits_dtype: torch.dtype  # of the logits that the loss reads
-    loss: Losses | None = None  # None of log-probabilities
+    loss: Losses | None = None  # None for log-probabilities alone
     reduction: str = "none"
     location: str = ""  # place in the model's code, as file:line
 
 
 def tail_of(logits: VirtualLogits) -> Tail | None:
-    """The tail that has the same result as the steps of ``logits``; None if no tail has."""
-    inner_factor, outer_factor, is_capped = 1.0, 1.0, False  # factors before and after the tanh
+    """The tail with the same result as the steps of ``logits``; None if there is no such tail."""
+    inner_factor, outer_factor, is_capped = 1.0, 1.0, False  # the factors before and after the tanh
     vocab, biases = None, []
     for name, argument in logits.steps:
         if name in ("mul", "div"):
@@ -359,7 +357,7 @@ def tail_of(logits: VirtualLogits) -> Tail | None:
             return None
         elif name == "add":
             if argument.dtype != logits.hidden.dtype and logits.source.autocast_dtype is None:
-                return None  # a head's bias is of its weight's dtype
+                return None  # a bias has its weight's dtype
             biases.append((argument, inner_factor))
     if not is_capped:
         return Tail(inner_factor, None, vocab, tuple(biases))
