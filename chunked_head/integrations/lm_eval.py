@@ -135,7 +135,7 @@ def scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     operand = statistics_operand(logits._virtual) if isinstance(logits, LazyLogits) else None
     if operand is not None:
         logprobs, largest_ids = logprobs_outputs(operand, ids, argmax=True)
-        operand.logits.source.patch.count_loss(operand.tail)
+        operand.logits.head_call.patch.count_loss(operand.tail)
     else:
         logprobs, largest_ids = logits_logprobs(
             logits.materialise() if isinstance(logits, LazyLogits) else logits, ids, argmax=True

@@ -19,10 +19,10 @@ from ...plan.plans import Plan, as_text, facts
 from ...plan.sizes import MiB
 from .fused import NUM_CHUNK_TENSORS, chunk_rows_of
 from .head import OLD_FORWARD, find_head, has_instance_forward, reading_hook, sizes_of
+from .head_call import PATCH
 from .layout import layout_by_trial
 from .model_patch import ModelPatch
 from .patch import LABEL_NAMES, model_without_peft, patch_model, unpatch_model
-from .source import PATCH
 from .virtual import RehearsedLoss, Tail
 
 MASK_NAMES = ("attention_mask", "decoder_attention_mask")  # parameters of a model's forward

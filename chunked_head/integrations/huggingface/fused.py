@@ -18,7 +18,7 @@ from ...functions.logprobs import linear_logprobs
 from ...functions.loss import linear_loss, logits_loss
 from ...losses.base import Losses
 from ...metrics import Metric
-from .source import Source, change_in_words, patch_in_forward, version
+from .head_call import HeadCall, change_in_words, patch_in_forward, version
 from .virtual import RehearsedLoss, Tail, VirtualLogits, replay, tail_of
 
 CHUNK_BYTES = 256 << 20  # of a chunk's logits and their copies, where a head's own forward computes the logits
@@ -36,7 +36,7 @@ def chunk_rows_of(vocab: int) -> int:
 class LazyLoss:
     """A cross-entropy of lazy logits, or the loss that ``patch_model(loss=)`` puts in place of a cross-entropy."""
 
-    source: Source
+    head_call: HeadCall
     tail: Tail
     steps: tuple[tuple[str, Any], ...]  # of ``VirtualLogits``: the operations that ``tail`` sums up
     targets: Tensor  # int64, an id for each row of logits
@@ -50,38 +50,40 @@ class LazyLoss:
         """Computes the loss from the head's weight, as a function that ``LazyHead.run_inside`` runs."""
         if is_dtensor(module._parameters.get("weight")):  # inside of the head's hooks too
             return self.loss_by_chunks(hidden, head_forward)
-        options = library_options(self.source, self.tail, module)
-        if self.source.patch.rehearsed is not None:
+        options = library_options(self.head_call, self.tail, module)
+        if self.head_call.patch.rehearsed is not None:
             return self.rehearse_loss(hidden, options["weight"], options["bias"])
         options |= {"target": self.targets.to(hidden.device), "ignore_index": self.ignore_index}
         output = linear_loss(hidden, loss=self.loss, metrics=self.metrics, reduction=self.reduction, **options)
-        self.source.patch.add_metrics(output)
+        self.head_call.patch.add_metrics(output)
         return output.loss
 
     def rehearse_loss(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Adds the loss to the patch's ``rehearsed``, and returns an empty loss on the meta device (``explain.py``).
         ``weight``: None if the loss would call the head's own forward for each chunk."""
-        source = self.source
+        head_call = self.head_call
         cast_dtypes = [argument for name, argument in self.steps if name == "cast"]
-        logits_dtype = torch.float32 if source.autocast_dtype is not None else (source.layout.dtype, *cast_dtypes)[-1]
-        loss = RehearsedLoss(
-            self.tail, hidden, weight, bias, source.autocast_dtype, logits_dtype, self.loss, self.reduction
+        logits_dtype = (
+            torch.float32 if head_call.autocast_dtype is not None else (head_call.layout.dtype, *cast_dtypes)[-1]
         )
-        source.patch.note_rehearsed(loss)
+        loss = RehearsedLoss(
+            self.tail, hidden, weight, bias, head_call.autocast_dtype, logits_dtype, self.loss, self.reduction
+        )
+        head_call.patch.note_rehearsed(loss)
         shape = self.targets.shape if self.reduction == "none" else ()
         return hidden.new_empty(shape, dtype=fp32_or_wider(hidden.dtype), requires_grad=True)
 
     def loss_by_chunks(self, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Computes the loss in chunks of rows, for heads that are more than a matrix (adapters, quantised weights,
         shards). ``head_forward`` computes the logits of a chunk, and computes them again in backward."""
-        patch = self.source.patch
+        patch = self.head_call.patch
         if any(summand.normalizer is not None or summand.reduction is not None for _, summand in self.loss.terms):
             head_in_words = f"{patch.report.head_name}, a {type(patch.head).__name__}"
             raise ValueError(f"loss= with a normalizer or reduction of its own does not go with {head_in_words}")
         if patch.rehearsed is not None:
             return self.rehearse_loss(hidden, None, None)
         hidden_rows, targets = hidden.reshape(-1, hidden.shape[-1]), self.targets.reshape(-1)
-        chunk_rows = chunk_rows_of(self.source.layout.num_columns)
+        chunk_rows = chunk_rows_of(self.head_call.layout.num_columns)
         chunks = zip(hidden_rows.split(chunk_rows), targets.split(chunk_rows), strict=True)
         chunk_losses = [checkpoint(self.chunk_loss, head_forward, *chunk, [], use_reentrant=False) for chunk in chunks]
         if self.reduction == "none":
@@ -96,13 +98,14 @@ class LazyLoss:
 
         ``first_versions``: an empty list, which the forward pass fills with the operands' versions. Backward calls the
         function again with the list. RuntimeError if an operand's version is another then."""
-        is_repeated, patch = bool(first_versions), self.source.patch
+        is_repeated, patch = bool(first_versions), self.head_call.patch
         if not torch.compiler.is_compiling():  # a graph's tensors are values, which nothing writes to
             operand_versions = [
                 version(tensor) for tensor in (hidden_rows, targets, self.class_weights) if tensor is not None
             ]
             if is_repeated and (
-                first_versions != operand_versions or change_in_words(self.source.head, self.source.parameter_versions)
+                first_versions != operand_versions
+                or change_in_words(self.head_call.head, self.head_call.parameter_versions)
             ):
                 raise RuntimeError(
                     f"{patch.model}'s loss is computed again in backward, and hidden states, targets, class "
@@ -110,7 +113,7 @@ class LazyLoss:
                     "since; call backward before"
                 )
             first_versions[:] = operand_versions
-        logits = replay(self.source.layout.checked(head_forward(hidden_rows)), self.steps)
+        logits = replay(self.head_call.layout.checked(head_forward(hidden_rows)), self.steps)
         reduction = "none" if self.reduction == "none" else "sum"
         options: Any = {"metrics": self.metrics, "ignore_index": self.ignore_index, "reduction": reduction}
         output = logits_loss(logits, targets, self.loss, **options)
@@ -131,19 +134,19 @@ def cross_entropy(
 ) -> Any:
     """``F.cross_entropy`` of lazy logits for targets that are ids. NotImplemented for other targets, shapes and
     arguments, for a head that is no longer lazy, and for operations on the logits that no ``Tail`` describes."""
-    tail, source = tail_of(logits), logits.source
+    tail, head_call = tail_of(logits), logits.head_call
     row_shape = tuple(logits.shape[:-1])
     if size_average is not None or reduce is not None or not isinstance(target, Tensor):
         return NotImplemented
     # PyTorch's classes are the second dimension: the last of one or two
     if len(row_shape) > 1 or tuple(target.shape) != row_shape or target.is_floating_point():
         return NotImplemented
-    if tail is None or not source.has_lazy_head:
+    if tail is None or not head_call.has_lazy_head:
         return NotImplemented
-    is_autocast = torch.is_autocast_enabled(source.device_type)  # then PyTorch's cross-entropy is in fp32
+    is_autocast = torch.is_autocast_enabled(head_call.device_type)  # then PyTorch's cross-entropy is in fp32
     targets = target.to(logits.hidden.device, torch.int64)
-    smoothing, patch, metrics = float(label_smoothing), source.patch, ()
-    loss, is_in_forward = losses.cross_entropy(smoothing, weight), patch_in_forward(source.head) is patch
+    smoothing, patch, metrics = float(label_smoothing), head_call.patch, ()
+    loss, is_in_forward = losses.cross_entropy(smoothing, weight), patch_in_forward(head_call.head) is patch
     if is_in_forward and patch.loss_argument:  # loss= and metrics= have no part in a loss outside of the forward
         if reduction == "none":
             raise ValueError("loss= and metrics= of patch_model go with a mean or a sum; this model reduces by itself")
@@ -153,31 +156,31 @@ def cross_entropy(
                 "give them to losses.cross_entropy in loss="
             )
         loss, metrics = patch.loss or loss, patch.metrics
-    lazy_loss = LazyLoss(source, tail, logits.steps, targets, ignore_index, reduction, weight, loss, metrics)
-    if source.head.reads_weight:
-        with source.loss_state():
-            loss_value = source.head.run_inside(lazy_loss.loss_from_weight, logits.hidden, source.has_run_hooks)
+    lazy_loss = LazyLoss(head_call, tail, logits.steps, targets, ignore_index, reduction, weight, loss, metrics)
+    if head_call.head.reads_weight:
+        with head_call.loss_state():
+            loss_value = head_call.head.run_inside(lazy_loss.loss_from_weight, logits.hidden, head_call.has_run_hooks)
     else:
-        with source.loss_state():
-            loss_value = lazy_loss.loss_by_chunks(logits.hidden, source.call)
+        with head_call.loss_state():
+            loss_value = lazy_loss.loss_by_chunks(logits.hidden, head_call.compute)
     patch.count_loss(tail, is_in_forward)
     return loss_value.to(fp32_or_wider(logits.dtype) if is_autocast else logits.dtype)
 
 
-def library_options(source: Source, tail: Tail, module: Any) -> dict[str, Any]:
+def library_options(head_call: HeadCall, tail: Tail, module: Any) -> dict[str, Any]:
     """Arguments of this library's functions by name: weight and bias of ``module``, the tail's numbers, the options of
     ``patch_model``. RuntimeError if the weight is sharded."""
     weight = module.weight  # read once: each access computes a parametrised weight
     if is_dtensor(weight):
         raise RuntimeError("the head's weight is sharded where its logits are read; use logits.materialise()")
-    if weight.shape[0] != source.layout.num_columns:
+    if weight.shape[0] != head_call.layout.num_columns:
         raise RuntimeError(
-            f"the head's weight has {weight.shape[0]} rows where {source.layout.num_columns} were expected; if a "
+            f"the head's weight has {weight.shape[0]} rows where {head_call.layout.num_columns} were expected; if a "
             "sharding framework holds a part of it, its hooks have to run around the head's call"
         )
     cropped_weight = weight if tail.vocab is None else weight[: tail.vocab]
     options = {"weight": cropped_weight, "bias": tail.bias(module.bias, weight), "softcap": tail.softcap}
-    return options | {"logit_scale": tail.logit_scale, **source.patch.head_options}
+    return options | {"logit_scale": tail.logit_scale, **head_call.patch.head_options}
 
 
 def fp32_or_wider(dtype: torch.dtype) -> torch.dtype:
@@ -223,7 +226,7 @@ def log_softmax(logits: VirtualLogits, dim: Any = None, _stacklevel: int = 3, dt
         return NotImplemented
     if dtype is not None and not dtype.is_floating_point:
         return NotImplemented
-    if dtype is None and torch.is_autocast_enabled(logits.source.device_type):
+    if dtype is None and torch.is_autocast_enabled(logits.head_call.device_type):
         dtype = torch.empty(1, dtype=logits.dtype, device=logits.hidden.device).log_softmax(-1).dtype  # fp32 on a GPU
     return logits.with_step(LOG_SOFTMAX, dtype).with_fields(dtype=dtype or logits.dtype)
 
@@ -251,7 +254,7 @@ def statistics_operand(v: VirtualLogits) -> StatisticsOperand | None:
                 factor = factor * argument if name == "mul" else factor / argument
     logits = v if softmax_index is None else v.with_fields(steps=v.steps[:softmax_index])
     tail = tail_of(logits)
-    if tail is None or not v.source.has_lazy_head or not v.source.head.reads_weight:
+    if tail is None or not v.head_call.has_lazy_head or not v.head_call.head.reads_weight:
         return None
     return StatisticsOperand(logits, tail, factor)
 
@@ -259,23 +262,23 @@ def statistics_operand(v: VirtualLogits) -> StatisticsOperand | None:
 def logprobs_outputs(operand: StatisticsOperand, ids: Tensor, **result_flags: bool) -> tuple[Tensor, ...]:
     """Log-probabilities of ids, and other row statistics, each [...]: the results of ``linear_logprobs`` inside of the
     head's call. ``result_flags``: arguments of ``linear_logprobs`` that ask for results, such as ``lse=True``."""
-    source = operand.logits.source
+    head_call = operand.logits.head_call
 
     def logprobs_inside(module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        options = library_options(source, operand.tail, module)
-        if source.patch.rehearsed is not None:
+        options = library_options(head_call, operand.tail, module)
+        if head_call.patch.rehearsed is not None:
             weight, bias = options["weight"], options["bias"]
-            loss = RehearsedLoss(operand.tail, hidden, weight, bias, source.autocast_dtype, operand.logits.dtype)
-            source.patch.note_rehearsed(loss)
+            loss = RehearsedLoss(operand.tail, hidden, weight, bias, head_call.autocast_dtype, operand.logits.dtype)
+            head_call.patch.note_rehearsed(loss)
             return tuple(
                 hidden.new_empty(ids.shape, dtype=torch.float32, requires_grad=True) for _ in (ids, *result_flags)
             )
         options |= {"target": ids.to(hidden.device), "ignore_index": IGNORE_NO_ID, **result_flags}
         return tuple(linear_logprobs(hidden, **options))
 
-    with source.loss_state():
-        outputs: tuple[Tensor, ...] = source.head.run_inside(
-            logprobs_inside, operand.logits.hidden, source.has_run_hooks
+    with head_call.loss_state():
+        outputs: tuple[Tensor, ...] = head_call.head.run_inside(
+            logprobs_inside, operand.logits.hidden, head_call.has_run_hooks
         )
     return outputs
 
@@ -341,14 +344,14 @@ def mean(operand: StatisticsOperand, statistics_for: StatisticsFunction) -> Tens
     """Each row's mean logit over the vocabulary [...]."""
     if operand.tail.softcap:
         return statistics_for(operand, None).mean_logit
-    source = operand.logits.source
+    head_call = operand.logits.head_call
 
     def mean_inside(module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
-        options = library_options(source, operand.tail, module)
+        options = library_options(head_call, operand.tail, module)
         return mean_logits(hidden, options["weight"], options["bias"]) * operand.tail.logit_scale
 
-    with source.loss_state():
-        means: Tensor = source.head.run_inside(mean_inside, operand.logits.hidden, source.has_run_hooks)
+    with head_call.loss_state():
+        means: Tensor = head_call.head.run_inside(mean_inside, operand.logits.hidden, head_call.has_run_hooks)
     return means
 
 

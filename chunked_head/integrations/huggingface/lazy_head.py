@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ...core.checks import is_dtensor
 from .head import has_instance_forward, input_hook, reading_hook, unwrapped
+from .head_call import PATCH, HeadCall, patch_in_forward
 from .lazy_logits import LazyLogits
-from .source import PATCH, Source, patch_in_forward
 from .traced_logits import TracedLogits
 from .virtual import VirtualLogits
 
@@ -69,11 +69,11 @@ class LazyHead:
                 patch.count_logits(f"a forward pre-hook, {hook_name}, that gives the head more than hidden states")
                 return logits
             hidden = recorder.hidden
-        source = Source.of_call(self, patch, hidden, hook_name is not None)
-        if source.layout.reason:
-            patch.count_logits(source.layout.reason)
-            return source.call(hidden)
-        virtual_logits = VirtualLogits(hidden, (), source.layout.num_columns, source.layout.dtype, source)
+        head_call = HeadCall.in_present_state(self, patch, hidden, hook_name is not None)
+        if head_call.layout.reason:
+            patch.count_logits(head_call.layout.reason)
+            return head_call.compute(hidden)
+        virtual_logits = VirtualLogits(hidden, (), head_call.layout.num_columns, head_call.layout.dtype, head_call)
         return TracedLogits(virtual_logits) if torch.compiler.is_compiling() else LazyLogits.wrap(virtual_logits)
 
     def module_call(self, *args: Any, **kwargs: Any) -> Any:

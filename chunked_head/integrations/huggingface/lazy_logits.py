@@ -3,8 +3,8 @@
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,20 +25,24 @@ from .fused import (
     nll_loss,
 )
 from .head import NONREADING_PACKAGES, module_of
-from .source import change_in_words, version
+from .head_call import change_in_words, version
 from .virtual import COPIES as PLAIN_COPIES
 from .virtual import OPERATORS, VIEWS, VirtualLogits, gathers
 
 COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 
 
-class View(NamedTuple):
-    """A function that makes a view of logits, and the arguments that follow the logits in its call."""
+def view_function(
+    function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], position: int | None = None
+) -> Callable[[Tensor], Tensor]:
+    """A function of computed logits. It returns the view ``function(logits, *arguments, **keywords)``; where that is a
+    sequence of views, the view at ``position``."""
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()  # positional ones
-    keywords: Mapping[str, Any] = {}
-    position: int | None = None  # index of the view among the function's results; None if it returns one tensor
+    def view_of(logits: Tensor) -> Any:
+        views = function(logits, *arguments, **keywords)
+        return views if position is None else list(views)[position]
+
+    return view_of
 
 
 class LazyLogits(Tensor):
@@ -55,18 +59,19 @@ class LazyLogits(Tensor):
     _hidden_version: int | None  # version of the hidden states at the head's call
     _statistics: RowStatistics | None  # the statistics that were computed last
     _view_base: "LazyLogits | None"  # the logits that these logits are a view of
-    _view: View | None  # the function that makes the view of ``_view_base``
+    _view_of: Callable[[Tensor], Tensor] | None  # makes the view of the computed ``_view_base``
     _relatives: "list[weakref.ref[LazyLogits]]"  # all lazy logits that would be in one memory, these among them
     _is_shared: bool  # ``_computed`` is in one memory with the other ``_relatives``
 
     @staticmethod
-    def wrap(virtual: VirtualLogits, base: "LazyLogits | None" = None, view: View | None = None) -> "LazyLogits":
-        """Lazy logits of ``virtual``. If they are a view of the lazy logits ``base``, ``view`` makes that view."""
+    def wrap(virtual: VirtualLogits, base: "LazyLogits | None" = None, view_of: Any = None) -> "LazyLogits":
+        """Lazy logits of ``virtual``. If they are a view of the lazy logits ``base``, ``view_of`` is the function that
+        makes the view of the computed base."""
         shape, dtype, device = virtual.shape, virtual.dtype, virtual.device
         logits = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
         logits._virtual, logits._statistics, logits._computed = virtual, None, None
         logits._hidden_version = version(virtual.hidden)
-        logits._view_base, logits._view, logits._is_shared = base, view, False
+        logits._view_base, logits._view_of, logits._is_shared = base, view_of, False
         logits._relatives = [] if base is None else base._relatives
         logits._relatives.append(weakref.ref(logits))
         return logits
@@ -80,14 +85,14 @@ class LazyLogits(Tensor):
         """Returns the logits [..., vocab] as the unpatched model would have computed them. They are computed once."""
         if self._computed is None:
             self.check_unchanged()
-            source = self._virtual.source
+            head_call = self._virtual.head_call
             try:
-                self._computed = source.computed_logits(self._virtual)
+                self._computed = head_call.computed_logits(self._virtual)
             except RuntimeError as error:
-                if not is_dtensor(getattr(source.head, "weight", None)):
+                if not is_dtensor(getattr(head_call.head, "weight", None)):
                     raise
                 raise RuntimeError(
-                    f"{source.patch.model}'s logits could not be computed: its head is sharded again; read them "
+                    f"{head_call.patch.model}'s logits could not be computed: its head is sharded again; read them "
                     "right after the forward, before its backward, or leave the model unpatched"
                 ) from error
         return self._computed
@@ -107,9 +112,9 @@ class LazyLogits(Tensor):
         """Computes the logits, as a view of the computed ``_view_base`` if that is not None; returns them."""
         if self._view_base is None:
             self.materialise()
-        elif not self._is_shared:
-            with torch.set_grad_enabled(self._virtual.source.has_grad):
-                self._computed = apply_view(self._view_base.in_memory(), self._view)
+        elif not self._is_shared and self._view_of is not None:
+            with torch.set_grad_enabled(self._virtual.head_call.has_grad):
+                self._computed = self._view_of(self._view_base.in_memory())
         self._is_shared = True
         assert self._computed is not None
         return self._computed
@@ -120,21 +125,21 @@ class LazyLogits(Tensor):
             return self._computed.requires_grad
         virtual = self._virtual
         operands = [virtual.hidden, *(argument for _, argument in virtual.steps if isinstance(argument, Tensor))]
-        source = virtual.source
-        return source.has_grad and any(tensor.requires_grad for tensor in (*operands, *source.head.parameters()))
+        head_call = virtual.head_call
+        return head_call.has_grad and any(tensor.requires_grad for tensor in (*operands, *head_call.head.parameters()))
 
     def check_unchanged(self) -> None:
         """RuntimeError if the hidden states or the head's parameters have changed since the head's call, so that logits
         computed now would differ."""
-        source = self._virtual.source
+        head_call = self._virtual.head_call
         is_hidden_written = version(self._virtual.hidden) != self._hidden_version
         hidden_change = "its hidden states have been written to" if is_hidden_written else None
-        change_text = hidden_change or change_in_words(source.head, source.parameter_versions)
+        change_text = hidden_change or change_in_words(head_call.head, head_call.parameter_versions)
         if change_text is not None:
             raise RuntimeError(
-                f"{source.patch.model}'s logits are computed when they are read, and since its forward {change_text}: "
-                "they would differ; read them before (before the optimizer's step), keep logits.materialise(), or "
-                "leave the model unpatched"
+                f"{head_call.patch.model}'s logits are computed when they are read, and since its forward "
+                f"{change_text}: they would differ; read them before (before the optimizer's step), keep "
+                "logits.materialise(), or leave the model unpatched"
             )
 
     def statistics_for(self, operand: StatisticsOperand, ids: Tensor | None) -> RowStatistics:
@@ -152,7 +157,7 @@ class LazyLogits(Tensor):
         logprobs, lse, mean_logit = outputs
         ids_version = None if ids is None else version(ids)
         self._statistics = RowStatistics(logprobs, lse, mean_logit, ids, ids_version, has_grad)
-        self._virtual.source.patch.count_loss(operand.tail)
+        self._virtual.head_call.patch.count_loss(operand.tail)
         return self._statistics
 
     def hand_down(self, views: "tuple[LazyLogits, ...]") -> None:
@@ -178,7 +183,7 @@ class LazyLogits(Tensor):
             and is_passed_through(first_logits)
             and function_name(function) in ("detach", "clone")
         ):
-            same_logits = LazyLogits.wrap(first_logits._virtual, first_logits, View(lambda logits: logits))
+            same_logits = LazyLogits.wrap(first_logits._virtual, first_logits, lambda logits: logits)
             same_logits._computed = first_logits._computed
             return same_logits
         if isinstance(first_logits, LazyLogits) and first_logits._computed is None:
@@ -193,13 +198,6 @@ class LazyLogits(Tensor):
     ) -> Any:
         # functions that C++ calls, past __torch_function__
         return result_of_computed(function, str(function), args, kwargs or {})
-
-
-def apply_view(logits: Tensor, view: Any) -> Tensor:
-    """The view of computed logits that ``view`` makes."""
-    view_or_views: Any = view.function(logits, *view.arguments, **view.keywords)
-    tensor: Tensor = view_or_views if view.position is None else list(view_or_views)[view.position]
-    return tensor
 
 
 def result_of_computed(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -261,12 +259,17 @@ def lazy_result(first_logits: LazyLogits, function: Any, args: Any, kwargs: dict
     if result is NotImplemented:
         return result
     is_copy = name not in VIEWS or (name == "__getitem__" and gathers(operands[0]))
-    base, view = (None, None) if is_copy else (first_logits, View(function, operands, kwargs))
+    if result is virtual_logits and name not in ("clone", "contiguous"):
+        return first_logits
+
+    def wrapped(virtual: VirtualLogits, position: int | None = None) -> LazyLogits:
+        if is_copy:
+            return LazyLogits.wrap(virtual)
+        return LazyLogits.wrap(virtual, first_logits, view_function(function, operands, kwargs, position))
+
     if isinstance(result, VirtualLogits):
-        is_same = result is virtual_logits and name not in ("clone", "contiguous")
-        return first_logits if is_same else LazyLogits.wrap(result, base, view)
-    views = [view and view._replace(position=i) for i in range(len(result))]
-    lazy_pieces = tuple(LazyLogits.wrap(piece, base, view) for piece, view in zip(result, views, strict=True))
+        return wrapped(result)
+    lazy_pieces = tuple(wrapped(piece, i) for i, piece in enumerate(result))
     if name in ("__iter__", "unbind") and not any((*operands, *kwargs.values())):  # along the first dimension
         first_logits.hand_down(lazy_pieces)
     return iter(lazy_pieces) if name == "__iter__" else lazy_pieces
@@ -295,7 +298,7 @@ def is_framework_hook(logits: LazyLogits, function: Any, args: Any) -> bool:
 def argmax(virtual: VirtualLogits, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is None or dim not in (-1, len(virtual.shape) - 1):
         return NotImplemented
-    return virtual.source.argmax(virtual, keepdim)
+    return virtual.head_call.argmax(virtual, keepdim)
 
 
 # functions whose results are no logits and no row statistics, by name
@@ -322,14 +325,14 @@ def count_computation(logits: LazyLogits, purpose: str) -> None:
     torch.autograd.Function."""
     is_passed_through(logits)  # raises
     if logits._computed is None:
-        logits._virtual.source.patch.count_logits(purpose)
+        logits._virtual.head_call.patch.count_logits(purpose)
 
 
 def is_passed_through(logits: LazyLogits) -> bool:
     """True in the forward of a torch.autograd.Function of DDP, FSDP or DeepSpeed, which passes a model's outputs and
     their gradients through. False outside of a Function's forward. RuntimeError in the forward of any other Function,
     where lazy logits would get no gradient."""
-    if not logits._virtual.source.has_grad or not in_function_forward():
+    if not logits._virtual.head_call.has_grad or not in_function_forward():
         return False
     frame: Any = sys._getframe(1)
     while frame is not None and not isinstance(context := first_argument(frame), FunctionCtx):

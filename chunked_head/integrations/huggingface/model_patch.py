@@ -22,7 +22,7 @@ from ...metrics import Metric, MetricValue, combine
 from ...metrics.values import as_metrics
 from ..frameworks import REPLACEMENTS, check_named
 from .head import FSDP1, sizes_of
-from .source import Forward, enter, leave, patch_in_forward, running_forward
+from .head_call import RunningForward, patch_in_forward, running_forward
 from .virtual import RehearsedLoss, Tail
 
 # the options of ``linear_cross_entropy`` that ``patch_model`` takes; the model decides the others
@@ -187,10 +187,10 @@ class ModelPatch:
         if there are labels and the patch's loss or metrics had no effect. If nested forwards share a head, its
         logits belong to the innermost of them."""
         is_compiling = torch.compiler.is_compiling()
-        forward, count_before = Forward(self), 0
+        forward, count_before = RunningForward(self), 0
         if not is_compiling:  # a graph must not depend on counts
             count_before = self.report.fused + self.report.materialised
-            enter(forward, head)
+            forward.enter(head)
         self.is_running, self.is_tracing = True, is_compiling
         self.graph_has_loss = self.graph_has_logits = False
         try:
@@ -198,7 +198,7 @@ class ModelPatch:
         finally:
             self.is_running = self.is_tracing = False
             if not is_compiling:
-                leave(forward, head)
+                forward.leave(head)
         if not has_labels or forward.has_loss or self.graph_has_loss:
             return
         if self.loss_argument:

@@ -27,11 +27,11 @@ from .head import (
     name_of,
     unwrapped,
 )
+from .head_call import LAZY_HEADS, PATCH, patch_in_forward, watch_optimizers
 from .layout import HEADS_BY_ID, mark_layouts_constant
 from .lazy_head import LazyHead, lazy_class_of
 from .lazy_logits import LazyLogits
 from .model_patch import ModelPatch
-from .source import LAZY_HEADS, PATCH, patch_in_forward, watch_optimizers
 from .traced_logits import TracedLogits
 
 REPORT = "chunked_head"  # attribute of a model: the Report of its patch

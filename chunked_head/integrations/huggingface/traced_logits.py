@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .fused import cross_entropy
-from .lazy_logits import WRITING_METHODS, View, apply_view, with_computed, writes_to_tensor
+from .lazy_logits import WRITING_METHODS, view_function, with_computed, writes_to_tensor
 from .virtual import COPIES, OPERATORS, VIEWS, VirtualLogits, gathers
 
 # methods whose results share no memory with the logits
@@ -20,8 +20,8 @@ class TracedLogits:
     """Lazy logits as an object that compilers can trace: no tensor, but with methods of tensors. Methods that need
     numbers compute the logits in the graph."""
 
-    def __init__(self, virtual: VirtualLogits, base: Any = None, view: View | None = None):
-        self._virtual, self._view_base, self._view = virtual, base, view  # as in LazyLogits.wrap
+    def __init__(self, virtual: VirtualLogits, base: Any = None, view_of: Any = None):
+        self._virtual, self._view_base, self._view_of = virtual, base, view_of  # as in LazyLogits.wrap
         self._computed: Tensor | None = None  # set where these logits or their base may be written to
 
     @property
@@ -49,13 +49,13 @@ class TracedLogits:
 
     @property
     def requires_grad(self) -> bool:
-        source = self._virtual.source
-        return source.has_grad and (
-            self._virtual.hidden.requires_grad or any(p.requires_grad for p in source.head.parameters())
+        head_call = self._virtual.head_call
+        return head_call.has_grad and (
+            self._virtual.hidden.requires_grad or any(p.requires_grad for p in head_call.head.parameters())
         )
 
     def materialise(self) -> Tensor:
-        return self.in_memory() if self.is_shared() else self._virtual.source.computed_logits(self._virtual)
+        return self.in_memory() if self.is_shared() else self._virtual.head_call.computed_logits(self._virtual)
 
     def is_shared(self) -> bool:
         """True if the logits, or the logits that they are a view of, have been computed in one memory."""
@@ -65,13 +65,13 @@ class TracedLogits:
         """Computes the logits, as a view of the computed ``_view_base`` if that is not None; returns them."""
         if self._computed is None:
             if self._view_base is None:
-                self._computed = self._virtual.source.computed_logits(self._virtual)
+                self._computed = self._virtual.head_call.computed_logits(self._virtual)
             else:
-                self._computed = apply_view(self._view_base.in_memory(), self._view)
+                self._computed = self._view_of(self._view_base.in_memory())
         return self._computed
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_virtual", "_view_base", "_view", "_computed"):
+        if name.startswith("__") or name in ("_virtual", "_view_base", "_view_of", "_computed"):
             raise AttributeError(name)
         return getattr(self.compute_for(name), name)
 
@@ -80,7 +80,7 @@ class TracedLogits:
         would write to a copy."""
         if writes_to_tensor(purpose):
             raise RuntimeError(f"{purpose} on lazy logits inside of torch.compile is not supported; unpatch the model")
-        self._virtual.source.patch.count_logits(purpose)
+        self._virtual.head_call.patch.count_logits(purpose)
         return self.materialise() if purpose in NONVIEW_METHODS else self.in_memory()
 
     @classmethod
@@ -106,11 +106,12 @@ def method_result(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs
     if result is NotImplemented:
         return getattr(logits.compute_for(name), name)(*args, **kwargs)
     is_copy = name not in VIEWS or (name == "__getitem__" and gathers(args[0]))
-    base = None if is_copy else logits
+    base, function = None if is_copy else logits, getattr(Tensor, name)
     if isinstance(result, VirtualLogits):
-        return TracedLogits(result, base, View(getattr(Tensor, name), args, kwargs))
-    piece_views = [View(getattr(Tensor, name), args, kwargs, i) for i in range(len(result))]
-    return tuple([TracedLogits(virtual, base, view) for virtual, view in zip(result, piece_views, strict=True)])
+        return TracedLogits(result, base, view_function(function, args, kwargs))
+    return tuple(
+        [TracedLogits(piece, base, view_function(function, args, kwargs, i)) for i, piece in enumerate(result)]
+    )
 
 
 def method(name: str) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ class VirtualLogits:
     steps: tuple[tuple[str, Any], ...]  # operations since the head's call: names with arguments
     vocab: int  # number of columns of the logits
     dtype: torch.dtype  # of the logits
-    source: Any  # the ``Source``: the deferred call of the head
+    head_call: Any  # the ``HeadCall`` that computes the head's output
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ class VirtualLogits:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.source.layout.device
+        device: torch.device = self.head_call.layout.device
         return device
 
     def with_step(self, name: str, argument: Any = None) -> "VirtualLogits":
@@ -54,7 +54,7 @@ class VirtualLogits:
         ``dataclasses.replace``."""
         fields = {
             "hidden": self.hidden, "steps": self.steps, "vocab": self.vocab, "dtype": self.dtype,
-            "source": self.source,
+            "head_call": self.head_call,
         }  # fmt: skip
         return VirtualLogits(**(fields | new_fields))
 
@@ -257,7 +257,7 @@ def same_logits(v: VirtualLogits, *args: Any, **kwargs: Any) -> VirtualLogits:
 
 
 def detach(v: VirtualLogits) -> VirtualLogits:
-    return v.with_fields(hidden=v.hidden.detach(), source=v.source.without_grad())
+    return v.with_fields(hidden=v.hidden.detach(), head_call=v.head_call.without_grad())
 
 
 def step_method(name: str, argument: Any = None) -> Callable[..., Any]:
@@ -356,7 +356,7 @@ def tail_of(logits: VirtualLogits) -> Tail | None:
         elif name == "log_softmax" or (name == "add" and is_capped):
             return None
         elif name == "add":
-            if argument.dtype != logits.hidden.dtype and logits.source.autocast_dtype is None:
+            if argument.dtype != logits.hidden.dtype and logits.head_call.autocast_dtype is None:
                 return None  # a bias has its weight's dtype
             biases.append((argument, inner_factor))
     if not is_capped:

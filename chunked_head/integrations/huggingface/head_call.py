@@ -1,5 +1,4 @@
-"""``Source``, the origin of lazy logits: a head and the state in which it was called. ``Forward``, a forward of a
-patched model that runs."""
+"""``HeadCall``: a head's call, which computes logits later. ``RunningForward``: a patched model's forward that runs."""
 
 import contextlib
 import functools
@@ -20,42 +19,40 @@ ARGMAX_ROWS = 1024  # rows of logits that argmax computes at a time
 PATCH = "_chunked_head_patch"  # attribute of a patched model and of its lazy head: the ModelPatch
 LAZY_HEADS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # heads that are lazy now
 # by (thread, id of a head): the innermost forward that runs; models may share a head, and threads may share a model
-INNERMOST_FORWARDS: dict[tuple[int, int], "Forward"] = {}
+INNERMOST_FORWARDS: dict[tuple[int, int], "RunningForward"] = {}
 ParameterVersions = tuple[tuple[str, Tensor, int | None], ...]  # a head's parameters: names, tensors and versions
 
 
-@dataclass(eq=False)
-class Forward:
-    """A patched model's forward that runs in a thread, and whether its logits or its loss were computed. A forward in a
-    graph of ``torch.compile`` is described by attributes of its ``ModelPatch`` instead."""
+class RunningForward:
+    """A patched model's forward that runs in a thread. A forward in a graph of ``torch.compile`` has its state in
+    attributes of ``ModelPatch`` instead."""
 
-    patch: Any  # the ModelPatch of its model
-    outer: "Forward | None" = None  # the forward of another model with the same head, which has called this one
-    is_covered: bool = False  # the lazy logits belong to the forward of a model inside of this one
-    has_loss: bool = False  # the model made its loss
-    logits_in_words: str = ""  # the purpose for which logits were computed, for an error
+    def __init__(self, patch: Any):
+        self.patch = patch  # the ModelPatch of the model
+        self.outer: RunningForward | None = None  # a forward of another model with the head, which called this model
+        self.is_covered = False  # the head's logits belonged to the forward of a model inside of this forward
+        self.has_loss = False  # the model has computed its loss
+        self.logits_in_words = ""  # the purpose for which logits were computed, for an error
 
+    def enter(self, head: Any) -> None:
+        """Makes this the innermost forward of the thread that has the head."""
+        key = threading.get_ident(), id(head)
+        self.outer = INNERMOST_FORWARDS.get(key)
+        INNERMOST_FORWARDS[key] = self
 
-def enter(forward: Forward, head: Any) -> None:
-    """Registers ``forward`` as the innermost forward of this thread that has the head."""
-    key = threading.get_ident(), id(head)
-    forward.outer = INNERMOST_FORWARDS.get(key)
-    INNERMOST_FORWARDS[key] = forward
-
-
-def leave(forward: Forward, head: Any) -> None:
-    """Removes ``forward``; its outer forward becomes the innermost again."""
-    key = threading.get_ident(), id(head)
-    del INNERMOST_FORWARDS[key]
-    if forward.outer is not None:
-        INNERMOST_FORWARDS[key] = forward.outer
-        forward.outer.is_covered = True
+    def leave(self, head: Any) -> None:
+        """Makes the outer forward the innermost again."""
+        key = threading.get_ident(), id(head)
+        del INNERMOST_FORWARDS[key]
+        if self.outer is not None:
+            INNERMOST_FORWARDS[key] = self.outer
+            self.outer.is_covered = True
 
 
-def running_forward(patch: Any) -> Forward | None:
+def running_forward(patch: Any) -> RunningForward | None:
     """The forward of the patched model that runs in this thread; None while its forward does not run."""
     for (thread, _), innermost_forward in list(INNERMOST_FORWARDS.items()):
-        forward: Forward | None = innermost_forward if thread == threading.get_ident() else None
+        forward: RunningForward | None = innermost_forward if thread == threading.get_ident() else None
         while forward is not None and forward.patch is not patch:
             forward = forward.outer
         if forward is not None:
@@ -130,21 +127,22 @@ def count_writes(optimizer: Any, *_: Any) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
-    """A deferred call of a head, and the state in which it was called."""
+class HeadCall:
+    """A head's call, which computes logits later, and the state at the time of the call."""
 
-    head: Any  # the lazy module, whose call computes logits
-    patch: Any  # the ModelPatch of its model
+    head: Any  # the lazy module
+    patch: Any  # the ModelPatch of the model
     has_grad: bool  # gradients were enabled
     autocast_dtype: torch.dtype | None  # None: autocast was off
     device_type: str  # of autocast
     layout: LogitsLayout  # of the head's logits
     has_run_hooks: bool  # the head's pre-hooks have run on the hidden states
-    parameter_versions: ParameterVersions = ()  # at the call
+    parameter_versions: ParameterVersions
 
     @classmethod
-    def of_call(cls, head: Any, patch: Any, hidden: Tensor, has_run_hooks: bool) -> "Source":
-        device_type = "cpu" if hidden.is_meta else hidden.device.type  # autocast knows no device without numbers
+    def in_present_state(cls, head: Any, patch: Any, hidden: Tensor, has_run_hooks: bool) -> "HeadCall":
+        """A call of ``head`` for hidden states like ``hidden``, in the present state."""
+        device_type = "cpu" if hidden.is_meta else hidden.device.type  # autocast knows no meta device
         autocast_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         parameter_versions = () if torch.compiler.is_compiling() else versions(head)
         layout = layout_of(head, hidden, autocast_dtype, has_run_hooks, patch.layouts)
@@ -152,44 +150,41 @@ class Source:
             head, patch, torch.is_grad_enabled(), autocast_dtype, device_type, layout, has_run_hooks, parameter_versions
         )
 
-    def call(self, hidden: Tensor) -> Any:
-        """Logits of hidden states: the result of the head's call, without the pre-hooks that have run."""
+    def compute(self, hidden: Tensor) -> Any:
+        """The result of the head's call for hidden states: logits. Pre-hooks that have run do not run again."""
         if self.has_run_hooks:
             return self.head.forward(hidden)
         return (self.head.module_call if self.has_lazy_head else self.head)(hidden)
 
     @property
     def has_lazy_head(self) -> bool:
-        """True while the head is lazy: until its model is unpatched or has another head."""
+        """True until the model is unpatched or gets another head."""
         return hasattr(type(self.head), "module_call")
 
-    def without_grad(self) -> "Source":
+    def without_grad(self) -> "HeadCall":
         return replace(self, has_grad=False)
 
     @contextlib.contextmanager
     def state(self, has_grad: bool | None = None, has_autocast: bool = True) -> Iterator[None]:
-        """A context with the state in which the head was called: inference mode, gradients, autocast. ``has_grad``, if
-        not None, says whether gradients are enabled instead. ``has_autocast=False`` switches autocast off."""
+        """A context with the state of the head's call: inference mode, gradients, autocast. ``has_grad``, if not None,
+        enables or disables gradients instead. ``has_autocast=False`` switches autocast off."""
         inference_mode: Any = contextlib.nullcontext()
         if self.has_grad and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             inference_mode = torch.inference_mode(False)  # tensors of inference mode could have no gradient later
-        has_grad, has_autocast = (
-            self.has_grad if has_grad is None else has_grad,
-            has_autocast and self.autocast_dtype is not None,
-        )
-        autocast = torch.autocast(self.device_type, self.autocast_dtype, has_autocast)
-        with inference_mode, torch.set_grad_enabled(has_grad), autocast:
+        is_autocast = has_autocast and self.autocast_dtype is not None
+        autocast = torch.autocast(self.device_type, self.autocast_dtype, is_autocast)
+        with inference_mode, torch.set_grad_enabled(self.has_grad if has_grad is None else has_grad), autocast:
             yield
 
     def loss_state(self) -> Any:
-        """A context like ``state``, for a loss: gradients are enabled if they were at the head's call and are now."""
+        """``state`` for a loss: gradients are enabled if they are enabled now and were at the head's call."""
         return self.state(self.has_grad and torch.is_grad_enabled())
 
     def computed_logits(self, logits: VirtualLogits) -> Tensor:
-        """The numbers of ``logits`` [..., vocab]: the head's call with all its hooks, then the model's operations."""
+        """Computes ``logits`` [..., vocab]: by the head's call with all hooks, then by the model's operations."""
         with self.state():
-            head_output = self.layout.checked(self.call(logits.hidden))
-        # the model's operations ran under the autocast of their place, which the steps' dtypes show
+            head_output = self.layout.checked(self.compute(logits.hidden))
+        # the steps have the dtypes of the autocast under which the model called them
         with self.state(has_autocast=False):
             return replay(head_output, logits.steps)
 
@@ -197,11 +192,11 @@ class Source:
         """Ids of the largest logits, int64 [...], or [..., 1] with ``keepdim``. Holds ``ARGMAX_ROWS`` rows at a
         time."""
         hidden_rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-        source = self.without_grad()
+        head_call = self.without_grad()
         with torch.no_grad():
-            logits_without_grad = logits.with_fields(source=source)
+            logits_without_grad = logits.with_fields(head_call=head_call)
             ids_of_chunks = [
-                source.computed_logits(logits_without_grad.with_hidden(hidden_chunk)).argmax(-1)
+                head_call.computed_logits(logits_without_grad.with_hidden(hidden_chunk)).argmax(-1)
                 for hidden_chunk in hidden_rows.split(ARGMAX_ROWS)
             ]
         ids = torch.cat(ids_of_chunks).reshape(logits.shape[:-1])
