@@ -190,7 +190,7 @@ def with_losses(
 def rehearse(
     model: Any, patch: ModelPatch, inputs: Mapping[str, Any] | None, autocast_dtype: torch.dtype | None
 ) -> str:
-    """Runs the forward of a patched copy on the meta device with labels, which adds its losses to ``patch.rehearsed``.
+    """Runs the forward of a patched copy on the meta device, with labels. The losses are added to ``patch.rehearsed``.
     Returns the text of the forward's error, "" without an error.
 
     Masks among ``inputs`` are left out. A forward that raises runs again with masks of ones, then without the model's

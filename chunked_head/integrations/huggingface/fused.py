@@ -1,7 +1,7 @@
 """Cross-entropy and row statistics of lazy logits, computed inside of the head's call, so that the head's hooks run.
 
 Row statistics have one number per row. They are ``gather``, ``logsumexp`` and ``mean`` of lazy logits, and ``gather``
-and ``sum`` of their ``log_softmax``, which is lazy too. Losses that users write read them.
+and ``sum`` of their ``log_softmax``, which is lazy too. Losses that users write read row statistics.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ class LazyLoss:
         """The sum of the losses of a chunk's rows; the losses [rows] where ``reduction`` is ``"none"``.
 
         ``first_versions``: an empty list, which the forward pass fills with the operands' versions. Backward calls the
-        function again with the list. RuntimeError if an operand's version is another then."""
+        function again with the list. RuntimeError if an operand has another version then."""
         is_repeated, patch = bool(first_versions), self.head_call.patch
         if not torch.compiler.is_compiling():  # a graph's tensors are values, which nothing writes to
             operand_versions = [

@@ -86,8 +86,8 @@ def checked_head(head: Any, model: nn.Module) -> nn.Module:
 
 
 def embeddings(module: nn.Module, kind: str) -> Any:
-    """The ``"input"`` or ``"output"`` embeddings of a module, by its ``get_..._embeddings`` method; None if it has no
-    such method."""
+    """The ``"input"`` or ``"output"`` embeddings of a module, by the module's ``get_..._embeddings``; None without
+    such a method."""
     get_embeddings = getattr(module, f"get_{kind}_embeddings", None)
     try:  # contextlib.suppress is more than the compiler of torch 2.9 follows
         return get_embeddings() if callable(get_embeddings) else None
@@ -119,8 +119,8 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
 
 
 def reading_hook(head: Any) -> str | None:
-    """A text with kind and name of a hook for which logits cannot be lazy; None without such a hook. It reads the
-    head's output, the output's gradient, or the input of a module inside of the head."""
+    """A text with kind and name of a hook for which logits cannot be lazy; None without such a hook. Such a hook reads
+    the head's output, the output's gradient, or the input of a module inside of the head."""
     has_hooks_or_modules = head._modules or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
     if not has_hooks_or_modules and not global_hooks._global_forward_hooks:
         return None  # the usual head, without a loop

@@ -35,7 +35,7 @@ class RunningForward:
         self.logits_in_words = ""  # the purpose for which logits were computed, for an error
 
     def enter(self, head: Any) -> None:
-        """Makes this the innermost forward of the thread that has the head."""
+        """Makes this forward the innermost in the thread whose head is ``head``."""
         key = threading.get_ident(), id(head)
         self.outer = INNERMOST_FORWARDS.get(key)
         INNERMOST_FORWARDS[key] = self
@@ -114,7 +114,7 @@ def watch_optimizers() -> None:
 
 
 def count_writes(optimizer: Any, *_: Any) -> None:
-    """A hook after an optimizer's steps: increments the versions of the lazy heads' parameters that it updates."""
+    """A hook after an optimizer's steps: increments the versions of lazy heads' parameters in the optimizer."""
     head_parameters = {id(parameter) for head in LAZY_HEADS for parameter in head.parameters()}
     stepped_parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     torch.autograd.graph.increment_version(
@@ -189,8 +189,8 @@ class HeadCall:
             return replay(head_output, logits.steps)
 
     def argmax(self, logits: VirtualLogits, keepdim: bool) -> Tensor:
-        """Ids of the largest logits, int64 [...], or [..., 1] with ``keepdim``. Holds ``ARGMAX_ROWS`` rows at a
-        time."""
+        """Ids of the largest logits, int64 [...], or [..., 1] with ``keepdim``. ``ARGMAX_ROWS`` rows of logits
+        exist at a time."""
         hidden_rows = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         head_call = self.without_grad()
         with torch.no_grad():

@@ -25,7 +25,7 @@ HEADS_BY_ID: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDi
 
 
 class LogitsLayout(NamedTuple):
-    """What is known of a head's logits before they are computed."""
+    """Properties of a head's logits that are known before the logits are computed."""
 
     num_columns: int
     dtype: torch.dtype

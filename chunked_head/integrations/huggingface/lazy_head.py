@@ -87,8 +87,8 @@ class LazyHead:
 
     def run_inside(self, function: Callable[..., Any], hidden: Tensor, has_run_hooks: bool) -> Any:
         """Calls the head with ``function(head, hidden, head_forward)`` in the place of the head's forward; returns the
-        function's result. There the head's hooks have gathered its parameters. ``has_run_hooks``: the pre-hooks have
-        run on ``hidden`` before, and do not run again."""
+        function's result. The head's hooks have gathered the parameters by then. ``has_run_hooks``: the
+        pre-hooks have run on ``hidden`` before, and do not run again."""
         call_head = self.forward if has_run_hooks else self.module_call
         if torch.compiler.is_compiling():  # FSDP's hooks are outside of graphs
             return call_head(hidden, chunked_head_function=function)
@@ -141,7 +141,7 @@ class LazyHead:
 def unrounded(rounded_result: Any, exact_result: Any) -> Any:
     """The values of ``exact_result`` with the gradient of ``rounded_result``: two tensors of one shape, or two tuples
     of such tensors. ``exact_result``: what a function returned that ran inside of a head's call. ``rounded_result``:
-    what the call returned, which the head's hooks may have cast to the logits' 16-bit dtype."""
+    what the call returned, which hooks of the head may have cast to 16 bits."""
     if isinstance(exact_result, tuple):
         return tuple(unrounded(*pair) for pair in zip(rounded_result, exact_result, strict=True))
     if rounded_result.dtype.itemsize >= exact_result.dtype.itemsize:

@@ -49,9 +49,9 @@ class LazyLogits(Tensor):
     """Logits [..., vocab] of a patched model, with shape, dtype and device, but without numbers until they are
     computed.
 
-    Casts, scalings, caps, slices and reshapes return lazy logits. ``cross_entropy`` of lazy logits never holds them,
-    and ``argmax(-1)`` holds some rows at a time. Any other function computes them, as the unpatched model does, and
-    warns once; ``materialise()`` computes them without a warning.
+    Casts, scalings, caps, slices and reshapes return lazy logits. ``cross_entropy`` does not compute lazy logits,
+    and ``argmax(-1)`` computes some rows at a time. Any other function computes the logits, as without a patch,
+    and warns once; ``materialise()`` computes them without a warning.
     """
 
     _computed: Tensor | None  # the logits as a plain tensor; None until they are computed
@@ -161,8 +161,8 @@ class LazyLogits(Tensor):
         return self._statistics
 
     def hand_down(self, views: "tuple[LazyLogits, ...]") -> None:
-        """Gives each view along the first dimension the statistics of its rows: TRL gathers from all rows, then takes
-        the log-sum-exp of one sequence after the other."""
+        """Gives each of ``views``, one per index of the first dimension, the statistics of the view's rows: TRL gathers
+        from all rows, then takes the log-sum-exp of one sequence after the other."""
         if self._statistics is not None:
             logprobs, lse, mean_logit, *_, has_grad = self._statistics
             for i, view in enumerate(views):
@@ -347,7 +347,7 @@ def is_passed_through(logits: LazyLogits) -> bool:
 
 def in_function_forward() -> bool:
     """True in the forward of a torch.autograd.Function, where autograd switches off reverse and forward mode. A dual
-    number without a tangent shows that forward mode is off; ``no_grad`` leaves it on."""
+    number without a tangent shows that forward mode is off; ``no_grad`` leaves forward mode on."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     zero = torch.zeros((), dtype=torch.float32)

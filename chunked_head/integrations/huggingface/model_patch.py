@@ -76,8 +76,8 @@ class Report:
         self.metric_sums[is_training] = combine([self.metric_sums[is_training], metrics])
 
     def take_metrics(self, training: bool = True) -> Mapping[str, MetricValue]:
-        """Returns the metrics since the last call, by name, of training or of evaluation, and empties them. Each has
-        ``.sum``, ``.count`` and ``.value`` of this rank, on the device (``chunked_head.metrics.all_reduce``)."""
+        """Returns the metrics of training or of evaluation by name, and starts new ones. A metric has ``.sum``,
+        ``.count`` and ``.value``, on the device, of this rank (``chunked_head.metrics.all_reduce`` adds ranks)."""
         metrics, self.metric_sums[training] = self.metric_sums[training], {}
         return metrics
 
@@ -166,8 +166,8 @@ class ModelPatch:
 
     def check_unlabelled(self, model: nn.Module, has_cache: bool) -> None:
         """Warns of a training step's forward without labels, if this library will not compute the loss of its logits.
-        RuntimeError instead if the patch has a loss or metrics. Warns also under FSDP, where
-        losses outside of the forward are not fused."""
+        RuntimeError instead if the patch has a loss or metrics. Warns also under FSDP, where losses outside of the
+        forward are not fused."""
         if self.head is None or is_exporting():
             return
         is_compiling = torch.compiler.is_compiling()
@@ -183,9 +183,9 @@ class ModelPatch:
 
     @contextlib.contextmanager
     def forward_with(self, head: Any, has_labels: bool) -> Iterator[None]:
-        """A context for the model's forward, in which a call of the head returns lazy logits. RuntimeError at its end
-        if there are labels and the patch's loss or metrics had no effect. If nested forwards share a head, its
-        logits belong to the innermost of them."""
+        """A context for the model's forward, in which a call of the head returns lazy logits. RuntimeError at the
+        end if there are labels and the patch's loss or metrics had no effect. If nested forwards share a head, the
+        logits belong to the innermost forward."""
         is_compiling = torch.compiler.is_compiling()
         forward, count_before = RunningForward(self), 0
         if not is_compiling:  # a graph must not depend on counts

@@ -1,7 +1,7 @@
 """``VirtualLogits``: logits that are not computed. ``Tail``: operations on logits, as options of this library.
 
 A function with a parameter ``v`` is the tensor's method of its name for virtual logits ``v`` [..., vocab]. A method
-that moves rows moves those of the hidden states at once. A method that changes each logit adds a step, with a copy of
+that moves rows moves rows of the hidden states at once. A method that changes each logit adds a step, with a copy of
 its operand. Methods return ``NotImplemented`` for operands that need computed logits.
 """
 
@@ -83,7 +83,7 @@ def cast(v: VirtualLogits, dtype: torch.dtype) -> Any:
 
 
 def to(v: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
-    """Casts. NotImplemented for another device."""
+    """Casts to a dtype. NotImplemented for another device."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if kwargs.get("copy") or [boolean for boolean in args if isinstance(boolean, bool)][1:] == [True]:
         v = v.with_fields()  # a copy: writes to the result do not reach the original
@@ -304,7 +304,7 @@ class Tail:
     biases: tuple[tuple[Tensor, float], ...] = ()  # pairs of a vector [vocab] and a factor
 
     def bias(self, module_bias: Tensor | None, weight: Tensor) -> Tensor | None:
-        """The bias of the cropped head [vocab], differentiable; None if it has no bias. ``module_bias``: the bias of
+        """The bias of the cropped head [vocab], differentiable; None without a bias. ``module_bias``: the bias of
         the head's module, before the crop."""
         num_columns = weight.shape[0] if self.vocab is None else self.vocab
         bias_sum = None if module_bias is None else module_bias[:num_columns]
