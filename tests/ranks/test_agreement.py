@@ -109,7 +109,7 @@ DRIFTING: dict[str, tuple[Callable[[Setting, float], Step], str]] = {
     "smoothing": (lambda s, x: s.cross_entropy(label_smoothing=x), "label_smoothing is 0.2 on rank 0 and 0.3"),
     "temperature of tokens": (lambda s, x: s.of_tokens(temperature=1 + x), "temperature is 1.2 on rank 0 and 1.3"),
     "clip of tokens": (
-        lambda s, x: s.of_tokens(losses.gspo(clip_high=x), 3), "losses.gspo: high is 1.2 on rank 0 and 1.3"),
+        lambda s, x: s.of_tokens(losses.gspo(clip_high=x), 3), "losses.gspo: max_ratio is 1.2 on rank 0 and 1.3"),
 }  # fmt: skip
 # calls before: of rank 0 (0), of the others (1), of none (2)
 BEFORE = {

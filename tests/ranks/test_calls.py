@@ -422,7 +422,7 @@ SAID = {
     "known kinds on a GPU": f"'nan', 'ValueError: {DIFFERENT}losses.cross_entropy: label_smoothing is 0.1 on rank 0",
     "known kinds of logits": f"'nan', 'ValueError: {DIFFERENT}losses.cross_entropy: label_smoothing is 0.1 on rank 0",
     "dtype": "logits.dtype is torch.bfloat16 on rank 0 and torch.float16 on rank 1",
-    "plans of tokens": "True", "options of tokens": "losses.gspo: low is 0.89 on rank 0 and 0.79 on rank 1",
+    "plans of tokens": "True", "options of tokens": "losses.gspo: min_ratio is 0.89 on rank 0 and 0.79 on rank 1",
     "temperature of tokens": "temperature is 0.5 on rank 0 and 1.5 on rank 1",
     "vocabulary of tokens": "vocab is 61 on rank 0 and 60 on rank 1",
     "known kinds of tokens": "num_segments is 9 on rank 0 and 10 on rank 1",
