@@ -46,11 +46,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
+    """Runs the command that ``arguments`` name (None: the process's arguments); returns the exit code."""
     options = vars(parser().parse_args(arguments))
-    command, run, as_json = (options.pop(name) for name in ("command", "run", "json"))
+    command, run_command, as_json = (options.pop(name) for name in ("command", "run", "json"))
     try:
-        record, report_sections = run(**options)  # a ``Report``
+        record, report_sections = run_command(**options)  # a ``Report``
     except (TypeError, ValueError) as error:
         print(f"{PROGRAM} {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The parser of the arguments of all commands. The parsed ``run`` is the function of the command."""
+    """The parser of all commands' arguments. ``run`` among the parsed values is the function that runs the command."""
     program = Parser(prog=PROGRAM, description="The head of a language model without its logits: tools.")
     program.add_argument(
         "--version", action="version", version=f"chunked_head {library_version()}, torch {torch.__version__}"
@@ -142,18 +142,18 @@ def plan_record(call_plan: Plan) -> dict[str, Any]:
 def run_explain(model: str, dtype: str | None, autocast: str | None, **options: Any) -> Report:
     from .integrations.huggingface.explain import explain_model
 
-    model_on_meta, has_dtype = hollow_model(model, DTYPES.get(dtype or ""))
+    model_on_meta, is_dtype_set = hollow_model(model, DTYPES.get(dtype or ""))
     explanation = explain_model(model_on_meta, autocast=DTYPES.get(autocast or ""), **options)
     record = vars(explanation) | {"plan": explanation.plan and plan_record(explanation.plan)}
-    lines = explanation.facts() + ([] if has_dtype else [("dtype", NO_DTYPE)])
+    lines = explanation.facts() + ([] if is_dtype_set else [("dtype", NO_DTYPE)])
     lines += [("planned for", NO_GPU)] if options["device"] is None and not torch.cuda.is_available() else []
     return record, [("What patch_model would do", lines)]
 
 
 def hollow_model(source: str, dtype: torch.dtype | None) -> tuple[Any, bool]:
-    """Returns a model of transformers on the meta device, made from its configuration; and True if ``dtype`` or the
-    configuration sets the model's dtype, False if it is bfloat16 by default. ``source``: as ``MODEL`` says. ValueError
-    if there is no such model."""
+    """Returns a model of transformers on the meta device, built from a configuration; and a bool: True if
+    ``dtype`` or the configuration sets the model's dtype, False if the dtype is bfloat16 by default. ``source``: path
+    or name of the configuration (``MODEL``). ValueError if there is no such model."""
     try:
         import transformers
     except ImportError as error:
@@ -187,12 +187,12 @@ def run_doctor() -> Report:
 PACKAGES = ("triton", "numpy", "transformers", "trl", "liger-kernel")  # packages whose versions the doctor prints
 # largest relative errors of a loss and of a gradient (its norm) against full logits in float64, by dtype. 16-bit types
 # round exponentials and the gradient
-BOUNDS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-4, 1e-2)}
+BOUNDS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-4, 1e-2)}  # (loss, gradient)
 
 
 def diagnose() -> dict[str, Any]:
-    """The doctor's record, by name. ``versions``; ``call``: facts about a call of a usual size; ``self_test``: errors
-    and their bounds; ``result``: "pass" or a failure; ``passed``; ``odd``: sentences about what is unusual here."""
+    """The doctor's results by name. ``versions``: texts. ``call``: facts about a call of a usual size. ``self_test``:
+    errors and bounds. ``result``: "pass" or the failure. ``passed``: a bool. ``odd``: sentences on what is unusual."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     record: dict[str, Any] = {"versions": versions(device), "call": {}, "self_test": {}}
@@ -214,7 +214,7 @@ def diagnose() -> dict[str, Any]:
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions of Python and packages, and the GPU with its row of docs/gpus.md."""
+    """Versions of Python and packages by name; and as "GPU" a text about the GPU, if ``device`` is one."""
     installed_versions = {
         "python": platform.python_version(),
         "chunked-head": library_version(),
@@ -248,8 +248,8 @@ def unusual_facts(device: torch.device, trl_version: str) -> list[str]:
 
 @torch.enable_grad()
 def self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Errors and their bounds by name. An error is that of a loss or gradient relative to its value in float64, the
-    largest of three calls."""
+    """Errors and bounds by name, for the loss and each gradient. An error is relative to the result in float64, and
+    the largest of three calls."""
     draw_options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
     hidden, weight = (torch.randn(rows, 128, dtype=dtype, **draw_options) for rows in (300, 1000))
     target = torch.randint(0, 1000, (300,), **draw_options)

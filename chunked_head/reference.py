@@ -31,7 +31,7 @@ from torch import Tensor
 class Head(NamedTuple):
     """``x = softcap tanh(logit_scale (hidden weight^T + bias) / softcap) / temperature``; without softcap no tanh.
 
-    ``softcap``: Gemma 2, arXiv 2408.00118. Operands have the dtype of the logits: float64 for float64, else float32.
+    ``softcap``: Gemma 2, arXiv 2408.00118. Fields have the dtype of the logits: float64 for float64 inputs, else 32.
     """
 
     weight: Tensor  # [vocab, hidden]
@@ -116,7 +116,7 @@ Mix = Mapping[str, tuple[float, Loss]]  # losses by name, each with its coeffici
 
 
 def cross_entropy(stats: Statistics, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
-    """``-(1 - s) omega_y log p_y - s / vocab sum_j omega_j log p_j``, as ``torch.nn.functional.cross_entropy``.
+    """``-(1 - s) omega_y log p_y - s / vocab sum_j omega_j log p_j`` with class weights omega: ``F.cross_entropy``.
 
     s is ``label_smoothing`` (arXiv 1512.00567). The sum over j is ``weighted_sum - lse sum_j omega_j``.
     """
@@ -128,7 +128,7 @@ def cross_entropy(stats: Statistics, batch: Batch, label_smoothing: float = 0.0)
 
 
 def z_loss(stats: Statistics, batch: Batch) -> Tensor:
-    """``lse^2``; PaLM (arXiv 2204.02311) has it with a coefficient of 1e-4."""
+    """``lse^2``. PaLM (arXiv 2204.02311) adds this loss with a coefficient of 1e-4."""
     return stats.lse.square()
 
 
@@ -229,8 +229,8 @@ def linear_loss(
     shards: int = 1,  # pieces of the vocabulary
 ) -> Result:
     """Reduces each loss l to ``sum_i w_i l_i / D`` over the tokens i that count; adds up the reduced losses times their
-    coefficients; makes the gradients of this sum, and the means of metrics. w: ``token_weights``. D: ``normalizer``, or
-    without it the sum of the class weights of these tokens' targets, 1 if the sum is 0. A normalizer of 0 gives loss 0.
+    coefficients; makes the gradients of this sum, and the means of metrics. w: ``token_weights``. D: ``normalizer``; if
+    None, the sum of the class weights at the targets of these tokens, or 1 if this sum is 0. Loss 0 for a D of 0.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     vocab, chunk_tokens, shards = len(weight), min(chunk_tokens, len(hidden)), min(shards, len(weight))
@@ -248,23 +248,23 @@ def linear_loss(
     logits = w.new_empty(chunk_tokens, vocab)  # the one large buffer
     pieces = [slice(i * vocab // shards, (i + 1) * vocab // shards) for i in range(shards)]
     dhidden, dweight, dbias = hidden.new_zeros(hidden.shape, dtype=dtype), torch.zeros_like(w), torch.zeros_like(omega)
-    values = {name: torch.zeros_like(unit_weights) for name in mix}
-    sums = {name: unit_weights.new_zeros(()) for name in metrics}
+    values = {name: torch.zeros_like(unit_weights) for name in mix}  # of each loss [tokens]
+    metric_sums = {name: unit_weights.new_zeros(()) for name in metrics}
     for rows in counted_rows.split(chunk_tokens) if len(counted_rows) else ():
         h, x = hidden[rows].to(dtype), logits[: len(rows)]  # [chunk, hidden], [chunk, vocab]
-        chunk = {name: field[rows] for name, field in fields.items()} | {"class_weights": omega}
-        y, t = chunk["target"], chunk["temperature"][:, None]
+        chunk_fields = {name: field[rows] for name, field in fields.items()} | {"class_weights": omega}
+        y, t = chunk_fields["target"], chunk_fields["temperature"][:, None]
         statistics_of_pieces = []
         for piece in pieces:  # steps 1 and 2
             x[:, piece] = head.logits(h, piece, t)
             statistics_of_pieces.append(piece_statistics(x[:, piece], ids[piece], y, omega[piece]))
         merged = reduce(merge, statistics_of_pieces)  # over ranks: after an all-gather
         stats = statistics_of(merged)
-        chunk_values, c = coefficients(mix, stats, chunk, chunk["token_weights"] * scale)  # steps 3 and 4
+        chunk_values, c = coefficients(mix, stats, chunk_fields, chunk_fields["token_weights"] * scale)  # steps 3 and 4
         for name, value in chunk_values.items():
             values[name][rows] = value.detach()
         for name, metric in metrics.items():
-            sums[name] += metric(stats, chunk).sum()
+            metric_sums[name] += metric(stats, chunk_fields).sum()
         for piece in pieces:  # steps 5 and 6
             dx, slope = x[:, piece], head.slope(x[:, piece], t)  # a view of the buffer, [chunk, piece]
             gradient_(dx, ids[piece], y, omega[piece], merged, c)
@@ -275,7 +275,7 @@ def linear_loss(
 
     losses_by_name = {name: (values[name] * fields["token_weights"])[counted_rows].sum() * scale for name in mix}
     loss = torch.stack([coefficient * losses_by_name[name] for name, (coefficient, _) in mix.items()]).sum()
-    means = {name: total / max(1, len(counted_rows)) for name, total in sums.items()}
+    means = {name: total / max(1, len(counted_rows)) for name, total in metric_sums.items()}
     bias_grad = None if bias is None else dbias.to(bias.dtype)
     return Result(loss, losses_by_name, values, means, dhidden.to(hidden.dtype), dweight.to(weight.dtype), bias_grad)
 

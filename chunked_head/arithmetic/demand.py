@@ -1,4 +1,4 @@
-"""From losses and metrics to their softmaxes and statistics: the ``Structure`` and its ``Demand``."""
+"""The softmax of each loss and metric (``Structure``), and the statistics that a call has to make (``Demand``)."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from ..metrics import Metric
 @dataclass(frozen=True, eq=False)
 class Structure:
     """Losses and metrics, each paired with its view: the index of its softmax in ``views``. The code of the losses'
-    arithmetic depends on the structure and on the kinds of its inputs alone."""
+    arithmetic depends only on the structure and on the dtypes and dimensions of the input tensors."""
 
     summands: tuple[tuple[Summand, int], ...]
     metrics: tuple[tuple[Metric, int], ...]
@@ -24,7 +24,7 @@ class Structure:
     pairing: Pairing | None
     sums: tuple[VocabularySum, ...]
     leaf_names: frozenset[str]  # names of the statistics by which autograd differentiates losses
-    vocab: int
+    vocab: int  # number of ids
     temperature: float = 1.0  # temperature of the first view; the head's scale and cap are divided by it
     teacher: Teacher | None = None  # its ``temperature`` is a number, or None where each token has a temperature
     weighted_index: int | None = None  # index of the summand whose class weights the statistic ``weighted_sum`` takes
@@ -50,8 +50,8 @@ class Structure:
 
     @functools.cached_property
     def sum_vectors(self) -> dict[tuple[Summand | Metric, int], dict[str, str]]:
-        """For each loss and metric with its view: from the names that its function reads, such as "divergence", to
-        the names of the sums' vectors, such as "sum0"."""
+        """By loss or metric with its view: a dict of the sums over the vocabulary that the function reads. A key is the
+        function's name of a sum, such as "divergence"; the value is the name of the sum's vector, such as "sum0"."""
         name_by_sum = {s._replace(is_differentiated=False): f"sum{i}" for i, s in enumerate(self.sums)}
         return {
             (measure, view): {
@@ -75,7 +75,7 @@ class Structure:
 
     @functools.cached_property
     def of_logprobs(self) -> bool:
-        """True where losses read only the targets' log-probabilities at the first view."""
+        """True where losses read only the targets' log-probabilities under the first softmax."""
         # a loss of the library that reads lse, and no further statistic, reads no target
         reads_targets = all(summand.is_builtin and summand.reads_target for summand, _ in self.summands)
         return reads_targets and self.leaf_names <= {"logprob", "lse"}
@@ -195,8 +195,8 @@ def structure_of(
 
 
 def sums_of(measure: Summand | Metric, beta: float | None) -> dict[str, VocabularySum]:
-    """The sums over the vocabulary that a loss or metric reads, by name. ``beta``: the weight of the teacher in the
-    JSD of the call's losses, which metrics of the JSD take; None without a JSD."""
+    """The sums over the vocabulary that a loss or metric reads, by name. ``beta``: the teacher's weight in the JSD
+    of the call's losses, which metrics of the JSD take over; None if no loss is a JSD."""
     if isinstance(measure, Summand):
         return dict(measure.sums)
     divergences = {name: DIVERGENCES[name] for name in sorted(measure.needs) if name in DIVERGENCES}

@@ -158,8 +158,8 @@ def unreduced_values(
 
 
 def statistics_of(structure: Structure, measure: Summand | Metric, view: int, vectors: TensorsByName) -> TensorsByName:
-    """The statistics that a loss or metric may read at its softmax ``view``: for a function of the library those that
-    it ``needs``, for a user's function all statistics of the call."""
+    """The statistics that a loss or metric may read at its softmax ``view``. A function of the library gets
+    ``logprob``, ``lse`` and the statistics in ``needs``; a user's function gets all statistics of the call."""
     suffix, ratio = SUFFIX[view], structure.views[view].ratio
     lse = vectors["lse" + suffix]
     values = {"logprob": vectors["logprob" + suffix], "lse": lse}
@@ -168,10 +168,10 @@ def statistics_of(structure: Structure, measure: Summand | Metric, view: int, ve
     for statistic in OF_LOSSES:
         if measure.is_builtin and measure.needs.isdisjoint(statistic.words):
             continue
-        names = vectors_at(statistic, view)
-        if names[0] in vectors:
-            softmax = vectors["lse_base" + suffix], vectors["neg_log_sum" + suffix], lse
-            values |= statistic.values([vectors[name] for name in names], softmax, ratio, structure.vocab)
+        vector_names = vectors_at(statistic, view)
+        if vector_names[0] in vectors:
+            softmax_vectors = vectors["lse_base" + suffix], vectors["neg_log_sum" + suffix], lse
+            values |= statistic.values([vectors[n] for n in vector_names], softmax_vectors, ratio, structure.vocab)
     values.update({name: vectors[sum_name] for name, sum_name in structure.sum_vectors[measure, view].items()})
     if "teacher_argmax" in vectors:
         values["teacher_argmax"] = vectors["teacher_argmax"].to(torch.int64)
@@ -197,8 +197,8 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
 
 
 def share_mask(unit: str, batch: Batch) -> Tensor:
-    """``unit_mask`` of this rank's share. Where ranks hold different tokens, each segment or pair is True on one rank
-    only, which adds its value to the loss."""
+    """The part of ``unit_mask`` whose values this rank adds to the loss. Where ranks hold different tokens, a segment
+    or pair is True on a single rank."""
     if unit == "token":
         return batch.mask
     is_counted = unit_mask(unit, batch)
@@ -210,8 +210,8 @@ def share_mask(unit: str, batch: Batch) -> Tensor:
 def arithmetic_of(
     structure: Structure, vectors: TensorsByName, inputs: Inputs
 ) -> tuple[Arithmetic | None, list[Tensor | float]]:
-    """Returns the kernel for inputs of these kinds, or None where there is no kernel; and the list of the kernel's
-    arguments."""
+    """Returns the kernel for the dtypes and dimensions of ``vectors`` and ``inputs``, or None where there is no kernel;
+    and the list of the kernel's arguments."""
     if not structure.is_builtin:
         return None, []
     argument_tensors = [
@@ -230,8 +230,8 @@ def arithmetic_of(
 def make_arithmetic(
     structure: Structure, vectors: TensorsByName, inputs: Inputs, arguments: list[Tensor | float]
 ) -> Arithmetic | None:
-    """A kernel of ``values_of``, traced on inputs of these kinds; None for fp64, for sums over segments, and for
-    losses with several columns per token."""
+    """A kernel of ``values_of`` for tensors with the dtypes and dimensions of ``arguments``; None for fp64, for sums
+    over segments, and for losses with several columns per token."""
     has_sums = any(measure.scope != "token" for measure, _ in structure.measures)
     has_columns = any(vector.dim() > 1 for vector in vectors.values())
     has_gaps = any(isinstance(value, Tensor) and not value.is_contiguous() for value in arguments)
@@ -267,8 +267,8 @@ def evaluate(
 ) -> tuple[TensorsByName, list[Tensor]]:
     """Returns coefficients of the tokens ``rows`` by name, and a list of the values of segments and pairs, [units]
     or [components, units] each. Writes values of tokens to the columns ``rows`` of ``table`` [values, tokens]. Runs a
-    Triton kernel if there is one, else PyTorch. Hooks of an activation checkpoint do not run, since the graph of the
-    vectors ends in this function."""
+    Triton kernel if there is one, else PyTorch. No hook of an activation checkpoint runs: the autograd graph of
+    the vectors ends in this function."""
     if backend is not None and backend.name == "triton":
         arithmetic, arguments = arithmetic_of(structure, vectors_of(stats), inputs)
         if arithmetic is not None:
@@ -335,11 +335,11 @@ def totals(structure: Structure, table: Tensor, unit_values: list[list[Tensor]],
 
 def coefficients_of(structure: Structure, grads: TensorsByName, vectors: TensorsByName) -> TensorsByName:
     """The coefficients of a gradient's terms by name, from the statistics ``vectors`` and the loss's derivatives
-    ``grads`` by statistics. The chain rule multiplies these by the derivatives of a statistic by the row's logits
+    ``grads`` by statistics. The chain rule multiplies ``grads`` by the derivatives of a statistic by the logits
 
         d logprob = 1[target] - p,   d lse = p,   d sum f = s - p total,   d x_k = 1[k]
 
-    or by those of ``core/statistics.py``, and by the ratio of the view. ``f`` is the function of a sum over the
+    or by ``Statistic.slopes``, and by the ratio of the view. ``f`` is the function of a sum over the
     vocabulary, ``s`` its slope and ``total`` the sum of s (``core/records.py``, ``SumFunction``).
     """
     coefficients: TensorsByName = {}

@@ -62,7 +62,7 @@ class Objective:
     differentiable: int = 1  # number of the first outputs that take a gradient
     # True where ranks hold different tokens. Losses that sum segments over ranks are then evaluated once, in the
     # forward pass: ranks have different plans and must send the same messages.
-    exchanges: bool = False
+    exchanges: bool = False  # ranks exchange sums over segments
 
     def run_losses(
         self, stats: RowStats, rows: slice, needs_slopes: bool, is_closed: bool = False, keeps_values: bool = True
@@ -84,7 +84,7 @@ class Objective:
 
     def unit_coefficients(self, stats: RowStats, rows: slice, keeps_values: bool = True) -> Coefficients:
         """Coefficients of the tokens ``rows``, without the factor per token that ``token_factors`` returns.
-        ``keeps_values``: as in ``run_losses``."""
+        ``keeps_values``: the tokens' values are kept for ``results``."""
         slopes = self.unit_slopes[rows]
         return Coefficients.from_dict({"alpha": slopes, "beta": slopes})
 
@@ -107,8 +107,8 @@ class Objective:
 class LossObjective(Objective):
     """A sum of losses.
 
-    ``table`` and ``unit_values`` collect the values of a pass: ``evaluate_rows`` adds those of a chunk, ``take_values``
-    returns and empties both at the end. Both are empty before and after a pass.
+    ``table`` and ``unit_values`` collect the values of a pass: ``evaluate_rows`` adds the values of a chunk;
+    ``take_values`` returns and empties both at the end. Both are empty before and after a pass.
     """
 
     inputs: Inputs  # of all tokens; the expected upstream gradient is a factor of ``summand_factors``
@@ -117,9 +117,7 @@ class LossObjective(Objective):
     # The forward pass keeps coefficients for backward, since a user's function might return others when it runs again,
     # or since the losses' values are computed at the same time. False: backward computes coefficients again.
     keeps_coefficients: bool
-    forward_coefficients: dict[int, TensorsByName] = field(
-        default_factory=dict
-    )  # kept ones, by the first row of their chunk
+    forward_coefficients: dict[int, TensorsByName] = field(default_factory=dict)  # by the first row of a chunk
     # [values, tokens]: values of tokens; they are summed over all tokens at once, so that sums do not depend on chunks
     table: Tensor | None = None
     unit_values: list[list[Tensor]] = field(default_factory=list)  # values of segments and pairs, by chunk
@@ -149,8 +147,8 @@ class LossObjective(Objective):
         return table, unit_values
 
     def coefficients_at_once(self, stats: RowStats) -> TensorsByName:
-        """Coefficients of all tokens by name, for the expected upstream gradient. Returns the coefficients that the
-        forward pass has kept, or computes them if it has kept none."""
+        """Coefficients of all tokens by name, for the upstream gradient that the call expects. Returns the coefficients
+        that the forward pass has kept, or computes coefficients if none were kept."""
         chunk_coefficients = [self.forward_coefficients[first_row] for first_row in sorted(self.forward_coefficients)]
         if not chunk_coefficients:
             tokens = len(self.targets)
@@ -276,9 +274,9 @@ class TokenObjective(LossObjective):
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         token_upstream = counted_upstream(upstream[0], self.targets)
         # 0 by selection where the upstream gradient is 0: a loss may have an infinite slope there
-        slopes = self.coefficients_at_once(stats)
-        scaled = {name: value * over_columns(token_upstream, value) for name, value in slopes.items()}
-        return Coefficients.from_dict(masked(scaled, token_upstream != 0))
+        coefficients = self.coefficients_at_once(stats)
+        products = {name: value * over_columns(token_upstream, value) for name, value in coefficients.items()}
+        return Coefficients.from_dict(masked(products, token_upstream != 0))
 
 
 def counted_upstream(upstream: Tensor | None, targets: Tensor) -> Tensor:
@@ -320,8 +318,8 @@ class StatsObjective(Objective):
         not count."""
         for statistic in self.demand.lists:
             if name in statistic.words:
-                softmax = vectors["lse_base"], vectors["neg_log_sum"], vectors["lse"]
-                return statistic.values([vectors[vector] for vector in statistic.vectors], softmax, 1.0, 0)[name]
+                softmax_vectors = vectors["lse_base"], vectors["neg_log_sum"], vectors["lse"]
+                return statistic.values([vectors[v] for v in statistic.vectors], softmax_vectors, 1.0, 0)[name]
         if name == "mean_logit":
             return vectors["weighted_sum"] / self.structure.vocab
         if name == "log_sum_sq_probs":

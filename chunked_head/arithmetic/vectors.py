@@ -20,8 +20,8 @@ from ..kernels.common import functions
 from ..kernels.common.launcher import Launcher
 from ..kernels.common.sums import defined
 
-Function = Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]
-BLOCK = 1024 if INTERPRETED else 256
+Function = Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor]]]  # vectors for ``chunk`` and for ``table``
+BLOCK = 1024 if INTERPRETED else 256  # tokens of a program
 TRACE_LENGTHS = (5, 7)  # numbers of tokens of the two traces; a function whose traces differ has no kernel
 SIZE_NAMES = ["first", "rows", "chunk_stride", "table_stride"]  # arguments that depend on the number of tokens
 
@@ -55,9 +55,9 @@ class VectorKernel:
 def vector_kernel(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None]
 ) -> VectorKernel | None:
-    """The kernel of ``function``, traced on inputs of these kinds; None if it cannot be traced. ``function`` returns
-    two lists of vectors [n], for ``chunk`` and for ``table``. ``token_dims``: for each input its dimension of tokens,
-    or None. In the trace a float is a float32 tensor []; the kernel takes any float in its place."""
+    """The kernel of ``function``, traced on zeros like ``inputs``; None if ``function`` cannot be traced. ``function``
+    returns two lists of vectors [n], for ``chunk`` and for ``table``. ``token_dims``: each input's dimension of
+    tokens, or None. A float is a float32 tensor [] in the trace, and an argument of any value in the kernel."""
     try:
         short_writer, long_writer = (
             VectorWriter(*trace(function, inputs, token_dims, n), inputs, token_dims) for n in TRACE_LENGTHS
@@ -126,7 +126,7 @@ class VectorWriter(Writer):
         return self.load(node)
 
     def load(self, node: fx.Node, offset_code: str = "") -> str:
-        """Writes the load of an input; returns the name of the variable. ``offset_code``: such as " + 3"."""
+        """Writes the load of an input; returns the variable's name. ``offset_code`` follows the pointer: " + 3"."""
         i = self.inputs[node]
         if i not in self.input_indices:
             self.input_indices.append(i)

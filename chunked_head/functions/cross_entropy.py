@@ -56,8 +56,8 @@ def linear_cross_entropy(
         l = cross_entropy(x, target, class_weights, label_smoothing) + z_loss * x.logsumexp(-1) ** 2
         loss = sum(token_weights * l over tokens that count) / D
 
-    A token counts if its target is not ``ignore_index`` and ``mask``, if given, is True. Values of tokens that do not
-    count, nan too, change nothing.
+    A token counts if its target is not ``ignore_index`` and ``mask``, if given, is True. Inputs of a token that
+    does not count change nothing, even if they are nan.
 
     Args:
         hidden: hidden states [..., hidden], any leading dimensions; float32, bfloat16, float16, on the CPU float64.
@@ -82,13 +82,13 @@ def linear_cross_entropy(
         shift: pairs the hidden state at position t with the target (mask, token weight) at t + shift along the last
             leading dimension, without a copy of the hidden states. Values per token are returned at the target's
             position. Sequences of at most ``shift`` tokens have loss 0 and zero gradients.
-        upstream: the expected gradient of the loss, which ``backward`` will start with, such as a loss scale: a number
-            other than 0, or a 0-d tensor. Gradients are multiplied by it before they are rounded. With another upstream
-            gradient they are correct too, up to that rounding.
+        upstream: the upstream gradient that the call expects ``backward`` to start with, such as a loss scale: a number
+            other than 0, or a 0-d tensor. Gradients are multiplied by ``upstream`` before they are rounded. If backward
+            starts with another number, gradients are correct up to this rounding.
         parallel: a ``TokenParallel``: ranks hold different tokens of one batch. The loss is this rank's share, with the
-            D of all ranks' tokens. The sum of all ranks' losses (or of their gradients of the weight) is the loss (or
-            gradient) of the whole batch; with ``average=True`` their mean is. Or a ``VocabParallel``: ranks hold
-            different rows of the head; with its ``tokens=``, groups of ranks hold different tokens too.
+            D of all ranks' tokens. Summed over ranks, losses are the loss of the whole batch, and gradients of the
+            weight are the gradient of this loss; with ``average=True``, averaged over ranks. Or a ``VocabParallel``:
+            ranks hold different rows of the head; with ``tokens=``, groups of ranks hold different tokens too.
         options: the keyword arguments above that are not in the signature, and options of ``chunked_head.Execution``,
             which say how the call runs: ``memory_budget``, ``chunk_tokens``, ``accumulate_into`` and others.
 
@@ -96,9 +96,9 @@ def linear_cross_entropy(
         The loss: fp32 (fp64 for fp64), 0-d, or target's shape for ``reduction="none"``.
 
     Differences from PyTorch: if no token counts, the loss is 0 with zero gradients, rather than nan.
-    Gradients of a scalar loss are computed in the forward pass; ``reduction="none"`` recomputes logits in backward
-    unless the head is frozen, as does every backward after the first over a retained graph. Double backward and
-    ``torch.func`` transforms raise.
+    Gradients of a scalar loss are computed in the forward pass. With ``reduction="none"``, backward
+    recomputes logits unless the head is frozen. A second backward over a retained graph recomputes logits too. Double
+    backward and ``torch.func`` transforms raise.
     Inside of ``torch.compile`` the call is an operator of the graph (docs/guides/options.md).
 
     Raises:
@@ -235,17 +235,17 @@ class ChunkedHead(nn.Module):
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def extra_repr(self) -> str:
-        shape = f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}"
-        return ", ".join([shape, *(f"{key}={value!r}" for key, value in self.options.items())])
+        shape_text = f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, bias={self.bias is not None}"
+        return ", ".join([shape_text, *(f"{key}={value!r}" for key, value in self.options.items())])
 
 
 class CrossEntropyLoss(OptionsModule):
     """``torch.nn.CrossEntropyLoss`` for targets that are class ids: two passes over the logits, and no copy of them.
 
     ``forward(input, target)`` takes ``input`` [..., C] with ``target`` [...] int64, with any leading dimensions or
-    none. It also takes PyTorch's shapes [N, C, d1, ...] and [N, d1, ...]; such an input is copied with classes last,
-    unless a view of it has that layout. Shapes that could be of either kind (all dimensions but the first are equal)
-    raise ValueError. With ``VocabParallel`` classes must be last.
+    none. It also takes PyTorch's shapes [N, C, d1, ...] and [N, d1, ...]; an input of such a shape is copied so that
+    classes are last, unless a view of the input has this layout. Shapes that could be of either kind (all dimensions
+    but the first are equal) raise ValueError. With ``VocabParallel`` classes must be last.
 
     Args:
         weight: [C] class weights, stored as a buffer; [vocab_size] if some columns are padding or on other ranks.
@@ -316,7 +316,7 @@ def logits_cross_entropy(
     inplace: bool,
     **options: Unpack[LogitsOptions],
 ) -> Call[Tensor]:
-    """The cross-entropy of logits [..., C], as ``CrossEntropyLoss.forward`` calls it."""
+    """The call of a cross-entropy of logits [..., C]. The arguments are those of ``CrossEntropyLoss``."""
     call = logits_call_of(
         "CrossEntropyLoss", logits, target, options, inplace, reduction=reduction, result=first_output,
         losses=unweighted_loss(label_smoothing, z_loss), shares_denominator=True,

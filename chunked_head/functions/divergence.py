@@ -49,15 +49,15 @@ def linear_divergence(
     for ``divergence="forward_kl"``, those of
 
         x = softcap * tanh(logit_scale * F.linear(hidden, weight, bias).float() / softcap) / temperature
-        y = as x, from the teacher's head and options
+        y = the logits x of the teacher, from the teacher's hidden states, head and options
         q = y.softmax(-1)
         divergence = (q * (y.log_softmax(-1) - x.log_softmax(-1))).sum(-1)
         entropy = -(x.softmax(-1) * x.log_softmax(-1)).sum(-1)
 
     without x and y in memory, for a loss that you write. For a loss that is the mean or the sum of divergences,
-    ``linear_loss`` with ``losses.forward_kl``, ``reverse_kl``, ``jsd`` or ``tvd`` is faster: three matmuls and one of
-    the teacher. This function makes the logits of student and teacher twice, since the upstream gradients of tokens are
-    known in ``backward`` only. It makes them once if only hidden states take a gradient and no entropy is returned.
+    ``linear_loss`` with ``losses.forward_kl``, ``reverse_kl``, ``jsd`` or ``tvd`` is faster: it takes three matmuls,
+    and a fourth for the teacher. This function makes the logits of student and teacher twice, since upstream gradients
+    of tokens are known in ``backward`` only; or once, if only hidden states take a gradient and no entropy is returned.
 
     Args:
         target: token ids. A token whose target is ``ignore_index`` does not count; other ids are not read. None:
@@ -66,7 +66,7 @@ def linear_divergence(
             ``chunked_head.losses`` defines them.
         beta: weight of q in the JSD's mixture; 0 is the forward, 1 the reverse divergence.
         teacher_logits: the teacher's logits, indexed like the hidden states. They take no gradient. If the vocabularies
-            differ in size, by padding, p and q are over the ids that both have, the first ones (``losses.forward_kl``).
+            differ in size, by padding, p and q are over the first ids, which both have (``losses.forward_kl``).
         teacher_hidden, teacher_weight, teacher_bias: in the place of ``teacher_logits`` the teacher's hidden states
             and its head, with a bias or without. They take no gradient.
         teacher_logit_scale, teacher_softcap: scale and softcap of the teacher's logits.

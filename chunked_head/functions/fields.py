@@ -60,9 +60,9 @@ def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: 
 
 
 def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> Call[Any]:
-    """The call with segments of these lengths: the field ``segments`` has the ids, ``num_segments`` the number, and
-    ``Call.segments`` the lengths and pairs on the host. TypeError or ValueError for wrong lengths, and for calls that
-    cannot have lengths."""
+    """The call with segments of the lengths ``segment_lengths``. Sets the batch's field ``segments`` to each token's
+    segment, ``Call.num_segments`` to their number, and ``Call.segments`` to the lengths and pairs as Python numbers.
+    TypeError or ValueError for wrong lengths, and for a call that cannot take lengths (``TokenParallel``)."""
     batch: Any = call.batch
     lengths, num_tokens = lengths_as_ints(segment_lengths), math.prod(call.leading)
     if "segments" in (batch or {}):
@@ -104,9 +104,9 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
 
 
 def lengths_of_segments(lengths: tuple[int, ...], num_tokens: int, num_segments: int | None) -> tuple[int, ...]:
-    """Lengths of segments, from the same lengths or from cu_seqlens: numbers that grow from 0 to ``num_tokens``, as
-    attention kernels take them, and whose differences are the lengths. ValueError for numbers that could be lengths and
-    cu_seqlens, unless ``num_segments`` decides."""
+    """Lengths of segments: ``lengths`` unchanged; or the differences of ``lengths``, if these are attention's
+    cu_seqlens, which grow from 0 to ``num_tokens``. ValueError for numbers that could be either lengths or cu_seqlens,
+    unless ``num_segments`` decides."""
     differences = tuple([end - begin for begin, end in itertools.pairwise(lengths)])
     if not differences or lengths[0] != 0 or lengths[-1] != num_tokens or min(differences) < 0:
         return lengths

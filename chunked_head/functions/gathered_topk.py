@@ -37,7 +37,7 @@ def gathered_topk_kl(
         lse: [...], ``logsumexp(logits / temperature)`` over the vocabulary, through which gradients flow too. Required
             unless ``normalize="topk"``.
         teacher_logprobs, teacher_mask: [..., K], as in ``losses.topk_kl``.
-        teacher_ids: [..., K]. With them, a repeated id counts once; None if no id is repeated.
+        teacher_ids: [..., K], so that an id that is repeated at a position counts once; None: no id is repeated.
         mask: [...] bool. Where ``mask`` is false, a position has value 0 and zero gradients, whatever the inputs hold.
         token_weights: [...], factors of the positions' values.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.

@@ -21,7 +21,7 @@ RESULT_FLAGS = ("entropy", "lse", "mean_logit", "log_sum_sq_probs", "argmax")
 
 
 class PerTokenOptions(HeadOptions, total=False):
-    """Keyword arguments of ``linear_logprobs``, without those that ask for results."""
+    """Keyword arguments of ``linear_logprobs``, without the arguments that ask for results."""
 
     temperature: float | Tensor
     mask: Tensor | None
@@ -35,7 +35,7 @@ class PerTokenOptions(HeadOptions, total=False):
 if TYPE_CHECKING:
 
     class LogProbs(tuple[Tensor, ...]):
-        """The named tuple of results. It has those attributes alone that the call was asked for."""
+        """The named tuple of results. It has an attribute only for results that the call returns."""
 
         logprobs: Tensor
         entropy: Tensor
@@ -103,21 +103,21 @@ def linear_logprobs(
     ``chunked_head.losses`` in ``linear_loss`` needs three. If only hidden states take a gradient (a frozen head, as
     under LoRA), each row of their gradient is made in the forward pass and multiplied in ``backward``: two matmuls, or
     three if a second differentiable result is returned (entropy, lse, mean_logit, log_sum_sq_probs). ``plan()`` says
-    which.
+    which way a call takes.
 
-    A token's log-probability does not depend on the call or the loss: passed as ``old_logprobs`` of a loss, it makes a
-    ratio of 1, within 1e-5. With ``deterministic=True`` all calls of this function on the same number of ranks return
+    A token's log-probability is the same in every call and loss: passed as ``old_logprobs`` of a loss, it makes a ratio
+    of 1, within 1e-5. With ``deterministic=True`` all calls of this function on the same number of ranks return
     the same bits, so that an inference engine and a trainer can both call it (docs/inference.md).
 
     Args:
         entropy, lse, argmax: return these too: entropy and lse [...] fp32 in nats, argmax [...] int64.
-        mean_logit: return the mean of the logits over the vocabulary too, [...] fp32 (TRL's ``logits/chosen`` averages
-            it).
-        log_sum_sq_probs: return ``log(sum_v p_v ** 2)`` in nats too, [...] fp32, for the weights of WPO. Its negative
-            is Rényi's entropy of order 2. It takes a second softmax, at half the temperature.
+        mean_logit: return the mean of the logits over the vocabulary too, [...] fp32 (averaged in TRL's
+            ``logits/chosen``).
+        log_sum_sq_probs: return ``log(sum_v p_v ** 2)`` in nats too, [...] fp32, for the weights of WPO. The negative
+            of this result is Rényi's entropy of order 2. The call makes a second softmax, at half the temperature.
         top_k: a number K: return the K largest log-probabilities ``top_k_logprobs`` [..., K] fp32 and their ids
             ``top_k_ids`` [..., K] int64. Not with ``deterministic=True``.
-        temperature: divides the logits; a number, or a tensor [...] with one per token, indexed like the target.
+        temperature: divides the logits; a number, or a tensor [...] with one temperature per token, indexed as target.
         mask: [...] bool, false where a token does not count, in addition to ``ignore_index``. All values of a token
             that does not count are 0 (ids too), without gradient.
         kept_ids, kept_offsets: a set of ids for each token. The token's softmax is over these ids, such as those that a
@@ -192,10 +192,8 @@ def outputs_and_batch(
 ) -> dict[str, Any]:
     """Fields of ``Call`` by name: ``outputs``, ``batch``, and ``result``, the function that makes the result.
     ``result_flags``: for each of ``RESULT_FLAGS``, True if the call returns the result."""
-    names, fields = (
-        output_names(result_flags, top_k),
-        {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets},
-    )
+    names = output_names(result_flags, top_k)
+    fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
     batch = {name: value for name, value in fields.items() if value is not None}
     return {"outputs": names, "batch": batch, "result": lambda outcome: result_of(outcome.outputs, names)}
 
@@ -254,7 +252,7 @@ def logits_logprobs(
     **options: Unpack[LogitsOptions],
 ) -> Call[Any]:
     """The results of ``linear_logprobs`` from logits that exist already. The call reads the logits once, and once more
-    in ``backward``. It makes no tensor of their size but their gradient.
+    in ``backward``. The only tensor of the logits' size that it makes is their gradient.
 
     Arguments, results and errors are as in ``linear_logprobs``; logits, vocab_size, parallel and backend as in
     ``logits_loss``. There is no ``top_k``: use ``logits.topk``.

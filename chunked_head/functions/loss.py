@@ -27,12 +27,12 @@ class LossOutput:
     """Results of ``linear_loss`` and ``logits_loss``.
 
     ``loss``: 0-d, or of target's shape with ``reduction="none"``; differentiable. ``parts``: each summand's reduced
-    value by name, 0-d and detached, without its coefficient. ``metrics``: by name, on the device, each with ``.value``,
-    and with ``.sum`` and ``.count`` or ``.extremum``. ``parts`` and ``metrics`` are empty with ``reduction="none"``.
-    With ``TokenParallel`` loss and parts are this rank's shares, and metrics are of the whole batch. ``plan``: the plan
-    of the call; None for ``logits_loss``, and inside of ``torch.compile``, where a graph may run at other lengths.
-    ``streams``: for a call on several streams, a ``LossOutput`` of each stream. A stream's loss is detached and not
-    multiplied by the stream's weight. Such a call has ``parts``, ``metrics`` and ``plan`` in ``streams`` only.
+    value by name, 0-d and detached, without its coefficient. ``metrics``: a ``MetricValue`` on the device by name.
+    ``parts`` and ``metrics`` are empty with ``reduction="none"``. With ``TokenParallel`` loss and parts are this rank's
+    shares, and metrics are of the whole batch. ``plan``: the plan of the call; None for ``logits_loss``, and inside of
+    ``torch.compile``, where a graph may run at other lengths. ``streams``: for a call on several streams, a
+    ``LossOutput`` of each stream. A stream's loss is detached and not multiplied by the stream's weight. Such a call
+    has ``parts``, ``metrics`` and ``plan`` in ``streams`` only.
     """
 
     loss: Tensor
@@ -67,7 +67,7 @@ def linear_loss(
     segment_lengths: Sequence[int] | Tensor | None = None,
     kept_everywhere: bool = False,
     candidates: Tensor | None = None,  # [K] int64, or [..., K]
-    candidate_bias: Tensor | None = None,  # of their shape
+    candidate_bias: Tensor | None = None,  # of the shape of ``candidates``
     metrics: Sequence[Metric] = (),
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
@@ -93,14 +93,14 @@ def linear_loss(
         hidden, weight, bias, ignore_index, softcap, logit_scale, shift, upstream: as in ``linear_cross_entropy``.
         target: token ids [...] int64; None if no loss or metric reads it.
         loss: losses of ``chunked_head.losses``, added and multiplied by numbers or 0-d tensors. A function ``(stats,
-            batch) -> values``, as the loss or as a summand, means ``losses.custom(function, scope="token")``; it is
-            checked once. For options of ``losses.custom``, call it.
+            batch) -> values``, as the loss or as a summand, means ``losses.custom(function, scope="token")``, and
+            is checked once. Call ``losses.custom`` yourself to set further options.
         batch: tensors that go with the tokens, by name: the fields that the losses and metrics read, ``mask`` [...]
             bool and ``token_weights`` [...]. Fields of the predicted token (mask, weights, log-probabilities,
             advantages, segments) are indexed like the target, also under ``shift``; fields ``teacher_*`` like the
-            hidden states. ``kept_ids`` with ``kept_offsets``, or alone [..., K], are sets of ids for the softmaxes of
-            all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes a gradient.
-            ``losses.FIELDS`` lists all fields.
+            hidden states. ``kept_ids`` (and ``kept_offsets``, unless ``kept_ids`` are [..., K]) are sets of ids for
+            the softmaxes of all losses and metrics, as in ``linear_logprobs``. Nothing is broadcast, and no field takes
+            a gradient. ``losses.FIELDS`` lists all fields.
         mask, token_weights: the fields of these names. Each may be an argument or in ``batch``, not both.
         kept_everywhere: True promises that every token that counts has a set of ids (``batch["kept_ids"]``). Then no
             logits of the whole vocabulary are made. A broken promise raises on the CPU, and makes results nan on other
@@ -116,9 +116,9 @@ def linear_loss(
         segment_lengths: lengths of segments that lie one after the other in the flattened tokens, instead of
             ``batch["segments"]``: a list of ints or an int tensor on the CPU. They add up to the number of tokens,
             prompts and padding included. Numbers that grow from 0 to the number of tokens are taken as attention's
-            cu_seqlens. ``num_segments`` may be passed too if it agrees, and has to for [0, tokens], which could be
-            lengths (2) or cu_seqlens (1). ``batch["pairs"]`` has to be on the CPU then. Not with ``TokenParallel`` or
-            ``sequence_sharded``.
+            cu_seqlens. ``num_segments`` must agree if it is passed. It is required for [0, tokens], which could be
+            lengths of two segments or cu_seqlens of one. ``batch["pairs"]`` has to be on the CPU then. Not with
+            ``TokenParallel`` or ``sequence_sharded``.
         metrics: functions of ``chunked_head.metrics``, whose names have to differ.
         reduction: ``"mean"`` or ``"sum"``, for summands without a reduction of their own. ``"none"``, for losses per
             token and without metrics: ``loss`` [...] is ``sum(c * w * l)`` of each token, 0 where a token does not
@@ -134,9 +134,9 @@ def linear_loss(
             devices.
         stream_weights: factors of the losses of several streams, numbers or 0-d tensors; None: 1 for each.
         parallel: what ranks of a process group share. ``TokenParallel``: ranks hold different tokens of one batch. Loss
-            and parts are this rank's shares: their ``all_reduce(SUM)`` is that of the whole batch. D, sums over
-            segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and fields per segment and
-            pair are those of the whole batch. ``VocabParallel``: ranks hold different rows of the head.
+            and parts are this rank's shares: ``all_reduce(SUM)`` of a share gives the loss or part of the whole batch.
+            D, sums over segments and metrics are of all ranks' tokens. ``num_segments``, ids of segments and fields per
+            segment and pair are those of the whole batch. ``VocabParallel``: ranks hold different rows of the head.
         options: keyword arguments of ``chunked_head.Execution``, which say how the call runs, as in
             ``linear_cross_entropy``.
 
@@ -156,7 +156,7 @@ def linear_loss(
     gradient. If one chunk cannot hold all tokens, ``backward`` computes logits again, which makes four matmuls instead
     of three, and adds to ``accumulate_into`` there. With ``segment_lengths`` chunks end where segments and pairs end,
     and three matmuls are enough, but not for losses of ``losses.custom``, nor with ``skip_ignored``. With a frozen head
-    two are enough, if the losses read log-probabilities only. ``out.plan`` says which.
+    two matmuls are enough, if the losses read log-probabilities only. ``out.plan`` says which way the call took.
 
     Inside of ``torch.compile`` the call is an operator of the graph. A tensor multiplies a loss by ``Losses.times``
     there; docs/guides/options.md says what breaks the graph.
@@ -259,8 +259,8 @@ def logits_loss(
 
     Args:
         logits: [..., vocab], any leading dimensions; float32, bfloat16, float16, on the torch backend float64. They are
-            copied if columns are not contiguous, or if rows are not evenly spaced, as those of ``logits[:, :-1]``: pass
-            all logits, with ``shift=1``.
+            copied if columns are not contiguous, or if rows are not evenly spaced, such as the rows of
+            ``logits[:, :-1]``: pass all logits, with ``shift=1``.
         target, loss, batch, mask, token_weights, num_segments, metrics, reduction, normalizer, ignore_index, shift: as
             in ``linear_loss``. A dense teacher must be passed as ``teacher_logits``. Logits of tokens that do not count
             change nothing.
@@ -271,7 +271,7 @@ def logits_loss(
         vocab_size: number of the first columns that stand for an id; None: all. Values in the other columns change
             nothing, and their gradient is 0.
         parallel: as in ``linear_loss``. With ``VocabParallel``, ``logits`` [..., vocab / ranks] are each rank's columns
-            for the same tokens (Megatron's output layer without its gather), and ``teacher_logits`` likewise.
+            for the same tokens (Megatron's output layer without its gather), and ``teacher_logits`` are split likewise.
             ``sequence_sharded`` and ``reduce_dhidden=False``, which concern hidden states, raise. If the ranks' targets
             differ, results are nan. Without targets, ranks with different tokens are not noticed.
         backend: ``"triton"`` or ``"torch"``. None: Triton on GPUs that have our kernels, else torch.

@@ -28,13 +28,13 @@ from .logprobs import RESULT_FLAGS, output_names
 
 
 def plan(
-    tokens: int,
-    hidden: int,
-    vocab: int,
-    dtype: torch.dtype,
+    tokens: int,  # number of tokens
+    hidden: int,  # hidden size
+    vocab: int,  # number of ids
+    dtype: torch.dtype,  # of the matmuls
     *,
     loss: Losses | Function | None = None,
-    returns: Sequence[str] = (),
+    returns: Sequence[str] = (),  # names of results
     top_k: int | None = None,
     metrics: Sequence[Metric] = (),
     memory_budget: int | str | None = None,
@@ -43,22 +43,22 @@ def plan(
     accumulate_into: bool | torch.dtype = False,
     hidden_grad: bool = True,
     weight_grad: bool = True,
-    bias: bool = False,
+    bias: bool = False,  # the head has a bias
     hidden_dtype: torch.dtype | None = None,
     weight_dtype: torch.dtype | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     temperature: float = 1.0,
-    teacher_k: int = 0,
+    teacher_k: int = 0,  # K of ``teacher_ids`` [..., K]
     teacher_vocab: int | None = None,
-    teacher_hidden: int | None = None,
+    teacher_hidden: int | None = None,  # hidden size of a dense teacher
     teacher_dtype: torch.dtype | None = None,
     skip_ignored: bool = False,
-    segment_lengths: bool = False,
+    segment_lengths: bool = False,  # the call passes ``segment_lengths``
     deterministic: bool = False,
     precision: str | None = None,
-    ranks: int = 1,
+    ranks: int = 1,  # number of ranks
     sequence_sharded: bool = False,
     device: torch.device | str | None = None,
     backend: str | None = None,
@@ -67,9 +67,9 @@ def plan(
 
         print(plan(tokens=16384, hidden=4096, vocab=128256, dtype=torch.bfloat16, memory_budget="1GiB"))
 
-    The call is of ``linear_cross_entropy``. With ``loss`` or ``metrics`` it is of ``linear_loss``. With ``returns``,
-    names such as ``("logprobs", "entropy")``, or with ``top_k`` it is of ``linear_logprobs``. Arguments that are not
-    described here are arguments of these functions.
+    The plan is of a call of ``linear_logprobs`` with ``returns`` (names of results, such as
+    ``("logprobs", "entropy")``) or ``top_k``; of ``linear_loss`` with ``loss`` or ``metrics``; else of
+    ``linear_cross_entropy``. Arguments that are not described here mean the same as in these functions.
 
     Args:
         tokens, hidden, vocab: sizes of the whole call, over all ranks.
@@ -166,7 +166,7 @@ CHECKED_OPTIONS = ("reduction", "label_smoothing", "softcap", "temperature", "de
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError if an argument of ``plan`` by itself is wrong."""
+    """Raises TypeError or ValueError for an argument of ``plan`` that is wrong whatever the other arguments are."""
     set_arguments = {name: value for name, value in arguments.items() if value is not None or name not in NONE_ALLOWED}
     for name, least_size in LEAST_SIZES.items():
         if name in set_arguments:

@@ -41,8 +41,8 @@ def quantise(
         weight: a bf16, fp16 or fp32 tensor; of a DTensor, this rank's part is copied.
         hidden: some of the calls' hidden states [..., hidden], whose mean is the direction. None: the direction is the
             mean of the weight's rows.
-        vocab_size, parallel: as in the calls. Rows of the weight that stand for no id are not read.
-        backend: as in the calls.
+        vocab_size, parallel: as in the calls that take the copy. Rows of the weight that stand for no id are not read.
+        backend: as in the calls that take the copy.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or the device has no e4m3.

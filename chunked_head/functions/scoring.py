@@ -36,12 +36,12 @@ def windows(length: int, context: int, stride: int) -> Iterator[tuple[slice, sli
         check_int(name, value, least_value)
     if stride > context:
         raise ValueError(f"stride must be at most context, {context}, or tokens between windows have no score")
-    scored_until = 0
+    scored_end = 0
     for begin in range(0, length, stride):
         end = min(begin + context, length)
-        if max(scored_until, begin + 1) < end:
-            yield slice(begin, end), slice(max(scored_until, begin + 1), end)
-        scored_until = end
+        if max(scored_end, begin + 1) < end:
+            yield slice(begin, end), slice(max(scored_end, begin + 1), end)
+        scored_end = end
         if end == length:
             return
 
@@ -50,8 +50,8 @@ def windows(length: int, context: int, stride: int) -> Iterator[tuple[slice, sli
 def score(
     states: Callable[[Tensor], Tensor], weight: Tensor, ids: Tensor, context: int, stride: int, **options: Any
 ) -> Score:
-    """Log-probabilities of a text's tokens ``ids`` [tokens]. Each token is predicted from the ``context - stride``
-    tokens before it or more, or from all tokens before it if there are fewer.
+    """Log-probabilities of a text's tokens ``ids`` [tokens]. Each token is predicted from at least
+    ``context - stride`` tokens before it, or from all tokens before it if these are fewer.
 
     ``states``: a function from a window's ids [n] to hidden states [n, hidden]. ``options``: options of
     ``linear_logprobs``.
@@ -76,20 +76,20 @@ def load_prompt_logprobs(prompts: Iterable[Sequence[Any]], length: int | None = 
 
     Returns:
         ``teacher_ids`` int64 and ``teacher_logprobs`` fp32, [prompts, length, K], on the CPU. K is the length of the
-        longest entry. An entry is the distribution that predicts its token, and stands in the row of the token before.
-        Shorter entries are filled up with log-probabilities of -inf, which the loss leaves out, as are the rows of a
-        prompt's last token and of padding.
+        longest entry. The entry of a token predicts this token, and stands in the row of the token before.
+        Log-probabilities of -inf, which the loss leaves out, fill up shorter entries, the row of a prompt's last token
+        and rows of padding.
 
     Raises:
         ValueError: a prompt is longer than ``length``.
     """
     entries_by_prompt = [[entries_of(entry) for entry in prompt] for prompt in prompts]
-    longest_prompt = max(map(len, entries_by_prompt), default=0)
-    longest_entry = max((len(entry) for entries in entries_by_prompt for entry in entries), default=0)
-    length = longest_prompt if length is None else length
-    if longest_prompt > length:
-        raise ValueError(f"length must be at least that of the longest prompt, {longest_prompt}, got {length}")
-    missing_row = [(-torch.inf, 0)] * max(longest_entry, 1)
+    longest_prompt_length = max(map(len, entries_by_prompt), default=0)
+    longest_entry_length = max((len(entry) for entries in entries_by_prompt for entry in entries), default=0)
+    length = longest_prompt_length if length is None else length
+    if longest_prompt_length > length:
+        raise ValueError(f"length must be at least that of the longest prompt, {longest_prompt_length}, got {length}")
+    missing_row = [(-torch.inf, 0)] * max(longest_entry_length, 1)
     padded_rows = [
         [(*entry, *missing_row[len(entry) :]) for entry in entries[1:]] + [missing_row] * (length - len(entries[1:]))
         for entries in entries_by_prompt
@@ -114,7 +114,7 @@ def dump_prompt_logprobs(ids: Tensor, results: Any, engine: str = "vllm") -> Any
     """The log-probabilities of a prompt ``ids`` [tokens] in an engine's format, as numbers, lists and dicts.
 
     ``results``: the results of ``linear_logprobs(hidden, weight, ids, top_k=K, shift=1)``. ``engine``: ``"vllm"``
-    returns vLLM's ``prompt_logprobs``; a token of the prompt that is not among the top K comes after them, with rank
+    returns vLLM's ``prompt_logprobs``; a token of the prompt that is not among the top K follows the top K, with rank
     None. ``"sglang"`` returns SGLang's ``input_token_logprobs`` and ``input_top_logprobs``. Tokens' texts are None."""
     choice("dump_prompt_logprobs", "engine", engine, ("vllm", "sglang"))
     token_ids, logprobs = ids.tolist(), [None, *results.logprobs.tolist()[1:]]
@@ -135,5 +135,5 @@ def dump_prompt_logprobs(ids: Tensor, results: Any, engine: str = "vllm") -> Any
 
 
 def vllm_record(logprob: float | None, rank: int | None) -> dict[str, Any]:
-    """The record of a token in vLLM's format: values by ``RECORD_FIELDS``."""
+    """The record of a token in vLLM's format: a value for each of ``RECORD_FIELDS``, None as the token's text."""
     return dict(zip(RECORD_FIELDS, (logprob, rank, None), strict=True))

@@ -17,7 +17,7 @@ from .values import Metric, MetricOptions, Reduce
 
 ESTIMATORS = ("k1", "abs", "k2", "k3")  # of a KL divergence: values of ``estimator``
 # fields of older log-probabilities, by the value of the option ``against``
-AGAINST = {"old": "old_logprobs", "reference": "ref_logprobs", "rollout": "rollout_logprobs"}
+AGAINST = {"old": "old_logprobs", "reference": "ref_logprobs", "rollout": "rollout_logprobs"}  # field by policy
 
 
 def make(
@@ -33,8 +33,8 @@ def make(
     needs: Iterable[str] = (),  # names of statistics
     **metric_fields: Any,
 ) -> Metric:
-    """A metric of the library. Its default name joins ``name`` (None: ``kind``) and ``suffix``, "segment" for that
-    ``level``, and ``reduce`` unless "mean". ``metric_options``: the user's ``MetricOptions``. ``metric_fields``:
+    """A metric of the library. Its default name joins ``name`` (None: ``kind``), ``suffix``, "segment" if ``level`` is
+    "segment", and ``reduce`` if it is not "mean". ``metric_options``: the user's ``MetricOptions``. ``metric_fields``:
     further fields of ``Metric``. TypeError or ValueError for wrong options."""
     if metric_options:
         refuse_unknown("metrics", kind, metric_options, MetricOptions.__annotations__)
@@ -166,8 +166,8 @@ def effective_sample_size(
     """``r.sum() ** 2 / (r ** 2).sum()`` over all tokens, or over all segments with ``level="segment"``. The value lies
     between 1 and the number of tokens or segments; ``normalized`` divides by this number.
 
-    ``.sum`` of the value is ``(sum r, sum r^2)``. The ratio ``r``, ``against``, ``level`` and ``ratio_clamp`` are as in
-    ``ratio``.
+    ``MetricValue.sum`` is [2]: ``(sum r, sum r^2)``. The ratio ``r``, ``against``, ``level`` and ``ratio_clamp`` are as
+    in ``ratio``.
     """
     kind = "effective_sample_size"
     flag(f"normalized of metrics.{kind}", normalized)
@@ -178,9 +178,9 @@ def effective_sample_size(
 
 def _ratio_fields(kind: str, against: str, level: str, ratio_clamp: float | None, **options: Any) -> dict[str, Any]:
     """Keyword arguments of ``make`` for a metric of ratios."""
-    baseline = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
-    options |= {"baseline": baseline, "level": level, "ratio_clamp": checked_clamp(f"metrics.{kind}", ratio_clamp)}
-    return {"level": level, "options": options, "fields": (baseline,), "suffix": "" if against == "old" else against}
+    field = AGAINST[choice(f"metrics.{kind}", "against", against, tuple(AGAINST))]
+    options |= {"baseline": field, "level": level, "ratio_clamp": checked_clamp(f"metrics.{kind}", ratio_clamp)}
+    return {"level": level, "options": options, "fields": (field,), "suffix": "" if against == "old" else against}
 
 
 def _log_ratio(stats: Any, batch: Any, baseline: str, level: str) -> Tensor:
@@ -303,8 +303,8 @@ def _advantage(stats: Any, batch: Any) -> Tensor:
 @sharing_results
 def acceptance(reduce: Reduce = "mean", **metric_options: Any) -> Metric:
     """``torch.min(p, q).sum(-1)``: the probability that a verifier ``q`` accepts a token that a drafter ``p`` has
-    sampled. The call needs a loss with a dense teacher: ``p`` is the student and ``q`` the teacher, at that loss's
-    temperatures."""
+    sampled. The call needs a loss with a dense teacher: ``p`` is the student and ``q`` the teacher, at the
+    temperatures of this loss."""
     return _statistic_metric("acceptance", "overlap", reduce, metric_options)
 
 

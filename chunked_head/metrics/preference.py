@@ -44,9 +44,9 @@ def reward(
     reward of the pair's chosen or rejected segment; "accuracy" is 1 where the margin is positive, else 0.
 
     ``average``, ``reference_free`` and ``ld_alpha`` are as in ``losses.dpo``, ``alpha`` as in ``losses.simpo``.
-    ``beta=1`` with ``reference_free`` makes log-probabilities. With ``paired=False`` there are no pairs: as in
-    ``losses.kto``, ``segment_labels`` are true for chosen segments. "chosen" and "rejected" are then means over the
-    chosen or rejected segments, and "margin" is the difference of these means.
+    With ``beta=1`` and ``reference_free``, rewards are log-probabilities of segments. With ``paired=False`` there are
+    no pairs: ``segment_labels`` are true for chosen segments, as for ``losses.kto``. "chosen" and "rejected" are then
+    means over the chosen or rejected segments, and "margin" is the difference of these means.
 
     Fields: ``segments``, ``pairs`` (``segment_labels`` for ``paired=False``), ``ref_logprobs`` unless
     ``reference_free``. A segment counts if it has a token that counts, and a pair if both segments count.
@@ -84,9 +84,9 @@ def _reward(stats: Stats, batch: Batch, quantity: str, beta: float, **options: A
 
 
 def _labelled_reward(stats: Stats, batch: Batch, quantity: str, beta: float, **options: Any) -> tuple[Tensor, ...]:
-    """Rewards without pairs. Returns for ``quantity`` "chosen" two vectors [num_segments]: rewards, 0 for segments that
-    are not chosen; and bools, true for chosen segments. Returns for "rejected" the same of rejected segments, for
-    "margin" both pairs of vectors."""
+    """Rewards of labelled segments. For ``quantity`` "chosen", returns two vectors [num_segments]: rewards, 0 for
+    rejected segments; and bools, true for chosen segments. For "rejected", returns two vectors with the roles of chosen
+    and rejected segments exchanged. For "margin", returns all four vectors."""
     rewards, is_chosen = beta * segment_scores(stats, batch, **options), batch["segment_labels"]
     chosen = torch.where(is_chosen, rewards, 0.0), is_chosen
     rejected = torch.where(~is_chosen, rewards, 0.0), ~is_chosen
@@ -96,7 +96,7 @@ def _labelled_reward(stats: Stats, batch: Batch, quantity: str, beta: float, **o
 def segment_scores(
     stats: Stats, batch: Batch, average: bool, has_reference: bool, power: float, ld_alpha: float | None
 ) -> Tensor:
-    """Scores [num_segments] of segments. Metrics of a call with equal arguments share the tensor."""
+    """Scores of segments [num_segments]. Metrics of the same call share the tensor if their arguments are equal."""
     key = id(stats.values), average, has_reference, power, ld_alpha
     if key not in batch.shared_values:
         token_scores = score_terms(stats, batch, has_reference)

@@ -29,10 +29,10 @@ class MetricOptions(TypedDict, total=False):
     """Options of every metric.
 
     ``weighting`` says what a mean is over. ``"token"``: all tokens that count. ``"segment"``: the means of segments,
-    each over the segment's tokens that count. ``"document"``: likewise the means of documents. Segments and documents
-    without a token that counts are left out. The token fields ``segments`` and ``documents`` have the ids; -1 means no
-    segment. ``temperature`` divides the logits that the metric reads; None: the call's temperature. ``name`` is the key
-    of the metric in ``out.metrics``.
+    each over the segment's tokens that count. ``"document"``: the means of documents, likewise. Segments and
+    documents without a token that counts are left out. The token fields ``segments`` and ``documents`` have the ids; -1
+    means no segment. ``temperature`` divides the logits that the metric reads; None: the call's temperature. ``name``
+    is the key of the metric in ``out.metrics``.
     """
 
     weighting: Weighting
@@ -42,12 +42,12 @@ class MetricOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Metric(Measure):
-    """A metric of ``function(stats, batch, **options)``, which returns values [n], one per unit: token, segment or
-    pair. ``fields`` are as in ``losses.custom``.
+    """A metric of ``function(stats, batch, **options)``, which returns a value for each token, segment or pair
+    (``unit``), [n]. ``fields`` are as in ``losses.custom``.
 
-    When the metric is made, a user's function runs on made-up tokens. ValueError unless it returns a number for each
-    unit; with ``scope="token"`` also if values of two pieces of the tokens differ from values of all tokens at once.
-    ``check=False`` leaves out this check.
+    A user's function is tried on made-up tokens when the metric is made, unless ``check=False``. ValueError if the
+    function does not return a number for each unit. With ``scope="token"``, ValueError also if the values of all tokens
+    at once differ from the values of the first and the last tokens in two runs.
     """
 
     unit: Literal["token", "segment", "pair"] = "token"
@@ -56,7 +56,7 @@ class Metric(Measure):
     finish: Finish = "mean"  # name of the function that makes ``MetricValue.value`` from the sum and the count
     check: bool = True  # a user's function runs on made-up tokens when the metric is made
     # number of values per unit: the function's value, and its square for a sample size or flags for a share
-    components: int = field(init=False, repr=False)
+    components: int = field(init=False, repr=False)  # values per unit
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,12 +96,12 @@ class Metric(Measure):
 
     @functools.cached_property
     def signature(self) -> Hashable:
-        """A key that is equal for two metrics that differ in numbers at most."""
+        """A key that is equal for two metrics that differ at most in the numbers of their options."""
         return self.key, self.inputs_key, self.finish
 
     @property
     def ids(self) -> str:
-        """Name of the field with the ids of what ``weighting`` takes means of: segments or documents."""
+        """Name of the field with the ids of segments or documents, whose means ``weighting`` averages."""
         return "documents" if self.weighting == "document" else "segments"
 
 
@@ -125,8 +125,8 @@ def as_metrics(metrics: Any) -> tuple[Metric, ...]:
 
 
 class Group(NamedTuple):
-    """The identity of a process group. A ``Group`` can be copied and pickled. Groups of equal names have different
-    numbers, such as the groups before and after a restart of torch.distributed."""
+    """The identity of a process group. A ``Group`` can be copied and pickled. Two groups of the same name,
+    such as one before and one after a restart of torch.distributed, have different numbers."""
 
     name: str
     number: int  # position of the group in the order in which this process first used its groups
@@ -224,9 +224,9 @@ def weights_in(token_counts: Tensor, segment_ids: Tensor, mask: Tensor) -> Tenso
 
 
 def selected(metric: Metric, values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
-    """What a metric's sum or extremum is over, [n] fp32 or fp64 without a graph: ``values`` [n] where ``mask`` [n] bool
-    is true; elsewhere 0 for a sum, -inf for a maximum, inf for a minimum. ``weights`` [n]: factors of ``values``, from
-    ``weights_in``; None for ``weighting="token"``."""
+    """The numbers [n] that a metric sums up or takes the extremum of, detached, fp32 or fp64: ``values`` [n] where
+    ``mask`` [n] bool is true; elsewhere 0 for a sum, -inf for a maximum, inf for a minimum. ``weights`` [n]: factors of
+    ``values``, from ``weights_in``; None for ``weighting="token"``."""
     values = values.detach()
     if values.dtype != torch.float64:
         values = values.float()
@@ -302,8 +302,8 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
 def over_ranks(
     metrics: Mapping[str, MetricValue], group: Any, sums_counts: bool = True, gather: Callable[..., Any] | None = None
 ) -> dict[str, MetricValue]:
-    """Metrics over the tokens of all ranks of the process group ``group``, by one message. ``sums_counts``: counts are
-    of this rank and summed over ranks; False if counts are of all ranks already. ``gather``: a function in place of
+    """Metrics over the tokens of all ranks of the process group ``group``, by one message. ``sums_counts``: True to
+    sum counts over ranks; False if each rank has the counts of all ranks already. ``gather``: a function in place of
     ``torch.distributed.all_gather_into_tensor``."""
     attributes = ("sum", "count", "extremum") if sums_counts else ("sum", "extremum")
     # sorted, so that the order is equal on all ranks

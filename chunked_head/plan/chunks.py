@@ -50,8 +50,8 @@ def chunk_size(
     plan: Plan, bytes_of: Callable[[int], int], chunk_tokens: int | None, least_rows: int, fits_budget: bool
 ) -> int:
     """Number of rows of a forward pass's chunk. Without ``chunk_tokens``: as many as the budget holds, or 0 if the
-    budget does not hold ``least_rows``. With ``chunk_tokens``: nearly ``chunk_tokens``, or 0 if these have to fit the
-    budget (``fits_budget``) and do not. ``bytes_of(rows)``: bytes of the plan with chunks of ``rows`` rows."""
+    budget does not hold ``least_rows`` rows. With ``chunk_tokens``: nearly ``chunk_tokens``, or 0 if this exceeds
+    the budget and ``fits_budget`` is True. ``bytes_of(rows)``: bytes of the plan with chunks of ``rows`` rows."""
     tokens, budget = max(plan.sizes.tokens, 1), plan.budget
     if chunk_tokens is not None:
         rows = balanced(tokens, chunk_tokens)
@@ -78,8 +78,8 @@ def block_and_tile(plan: Plan, bytes_of: Callable[[int, int], int], most_blocks:
     ``most_blocks``: largest number of blocks. ``most_rows``: largest number of rows of a block."""
     sizes, best_plan, best_bytes, last_block_rows = plan.sizes, None, 0, 0
     # each tile reads all rows of hidden states twice, and adds to the gradient of hidden states
-    read_bytes = 2 * sizes.dtype.itemsize
-    added_bytes = 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0
+    read_bytes = 2 * sizes.dtype.itemsize  # of each element
+    added_bytes = 2 * max(4, sizes.hidden_dtype.itemsize) if sizes.hidden_grad else 0  # of each element
     bytes_per_tile = sizes.tokens * sizes.hidden * (read_bytes + added_bytes)
     weight_sum_bytes = plan.weight_accumulate.itemsize if sizes.weight_grad else 0  # of each element
     for most_block_count in range(1, most_blocks + 1):

@@ -23,7 +23,7 @@ SEVERAL_FACTORS = ", several numbers a row: a gradient for each takes as many pr
 
 
 class Candidate(NamedTuple):
-    """A schedule with the dtypes of its sums, as a ``plan`` with chunks of one row. ``fitted`` finds the chunk size."""
+    """A ``plan`` with a schedule and dtypes of sums, but chunks of one row; ``fitted`` finds the size of chunks."""
 
     plan: Plan
     least_rows: int  # least number of rows of a chunk; in the recompute schedule, of a block
@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
 
     @property
     def is_hopeless(self) -> bool:
-        """True where the weight's gradient adds up in a further dtype, in a buffer that alone exceeds the budget."""
+        """True where a further buffer, in which the weight's gradient adds up, alone exceeds the budget."""
         plan, sizes, is_limited = self.plan, self.plan.sizes, self.fits_budget or self.chunk_tokens is None
         has_accumulator = plan.weight_accumulate != sizes.weight_dtype and sizes.returns_weight_grad
         accumulator_bytes = sizes.weight_elements * plan.weight_accumulate.itemsize
@@ -112,14 +112,14 @@ def budget_rule(plan: Plan, request: Request, ranks: int) -> tuple[str, ...]:
 
 def other_budgets(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Plans of the same call at budgets of 16 MiB, 32 MiB and so on, each with its budget as text. Ends with the first
-    plan that holds all tokens in one chunk. Leaves out plans with the schedule and number of chunks of the plan before,
-    and ignores the caller's ``chunk_tokens`` and ``accumulate_dtype``."""
-    last_schedule, last_chunks = "", 0
+    plan that holds all tokens in one chunk. Leaves out a plan that has the same schedule and number of chunks as the
+    last plan. Ignores the caller's ``chunk_tokens`` and ``accumulate_dtype``."""
+    last_schedule, chunk_count = "", 0
     for log2_mebibytes in range(4, 18):
         budget_plan = plan_anew(plan.sizes, Request(memory_budget=MiB << log2_mebibytes))
-        if isinstance(budget_plan, str) or (budget_plan.schedule, budget_plan.chunks) == (last_schedule, last_chunks):
+        if isinstance(budget_plan, str) or (budget_plan.schedule, budget_plan.chunks) == (last_schedule, chunk_count):
             continue
-        last_schedule, last_chunks = budget_plan.schedule, budget_plan.chunks
+        last_schedule, chunk_count = budget_plan.schedule, budget_plan.chunks
         yield f"{1 << log2_mebibytes}MiB" if log2_mebibytes < 10 else f"{1 << log2_mebibytes - 10}GiB", budget_plan
         if budget_plan.chunks == 1 and budget_plan.schedule != "recompute":
             return
@@ -156,7 +156,7 @@ def divisible_rows(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
 
 
 def default_share(sizes: Sizes, ranks: int) -> int:
-    """Bytes of the default budget where it holds chunks of 2048 tokens, without the bytes of the weight's e4m3 copies.
+    """Bytes of the default budget, without the weight's e4m3 copies. ``default_budget`` may give more for large chunks.
     ``ranks``: number of ranks that share the vocabulary."""
     # a call with gradients of e4m3 operands stores exponentials in e4m3 and in 16 bits
     return math.isqrt(DEFAULT_BUDGET**2 // min(ranks, 16)) * (1 + sizes.e4m3_gradients)
@@ -313,9 +313,9 @@ def forward_candidates(
 
 
 def unit_row_candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
-    """Candidates that make each row of hidden's gradient in the forward pass, without the factor that comes later. None
-    unless there is a single factor: with two factors, each would take a tensor and a product, as many products as
-    recomputing takes, and more memory."""
+    """Candidates that make each row of hidden's gradient in the forward pass, without the factor that comes later.
+    Yields nothing unless a row has a single factor. With two factors, each would take a tensor and a matrix product:
+    as many products as recomputing takes, and more memory."""
     if sizes.num_row_factors != 1:
         return
     for candidate in forward_candidates(sizes, request, sizes.weight_dtype):

@@ -52,9 +52,9 @@ class Plan:
     sizes: Sizes
     budget: int
     schedule: Schedule
-    chunk_tokens: int
-    block_tokens: int
-    tile_columns: int
+    chunk_tokens: int  # rows of a chunk
+    block_tokens: int  # rows of a block
+    tile_columns: int  # columns of a tile
     hidden_accumulate: torch.dtype
     weight_accumulate: torch.dtype
     note: str = ""  # the reason for the schedule, for the printed plan
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def weight_error(self) -> float | None:
-        """Expected relative rounding error of the weight's gradient; None unless the call returns one of 16 bits."""
+        """Expected relative rounding error of the weight's gradient; None if the call returns none in 16 bits."""
         if not self.sizes.returns_weight_grad or self.sizes.weight_dtype not in ROUNDING_ERROR:
             return None
         rounding_count = 1
@@ -247,8 +247,8 @@ def recompute_buffers(plan: Plan) -> Iterator[Buffer]:
 
 
 def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Phase) -> Iterator[Buffer]:
-    """Temporaries of torch operations that make statistics and gradients by blocks of logits. The memory of the
-    weight's cast tile is free then, so that its bytes are subtracted."""
+    """Temporaries of torch operations that make statistics and gradients by blocks of logits. The operations
+    reuse the memory of the weight's cast tile, so that the tile's bytes are subtracted."""
     if not sizes.in_blocks:
         return
     demand = sizes.demand

@@ -29,8 +29,8 @@ Spans = tuple[tuple[slice, ...], ...]  # the chunks of each span; gradients wait
 
 
 def groups_of(segments: Segments, line_length: int, shift: int) -> tuple[Group, ...]:
-    """The rows of each group of segments that has rows. ``line_length``: size of the tokens' last dimension. A row
-    predicts the token that comes ``shift`` places later along this dimension."""
+    """Groups of segments, as the rows of each segment; without segments and groups that have no rows. ``line_length``:
+    size of the tokens' last dimension. A row predicts the token ``shift`` places later along this dimension."""
     segment_ends = itertools.accumulate(segments.lengths, initial=0)
     # the last ``shift`` rows of a line predict no token; they count among the rows of the segment before
     boundaries = [end - min(shift, end % line_length) for end in segment_ends]
@@ -62,10 +62,10 @@ def spans_of(group_sizes: Sequence[int], most_rows: int, is_reorderable: bool) -
     most ``most_rows`` rows, or a longer group in several chunks. ``group_sizes``: rows of each group.
     ``is_reorderable``: groups may change places, which fills the last matmul tile of a chunk better."""
     waiting_groups, order, spans = [*range(len(group_sizes))], list[int](), list[tuple[slice, ...]]()
-    start, total_rows, chunk_count = 0, sum(group_sizes), 0
+    start_row, total_rows, chunk_count = 0, sum(group_sizes), 0
     while waiting_groups:
-        chunk_count = max(chunk_count, math.ceil((total_rows - start) / most_rows))
-        target_rows = (total_rows - start) / chunk_count  # equal shares of the waiting rows
+        chunk_count = max(chunk_count, math.ceil((total_rows - start_row) / most_rows))
+        target_rows = (total_rows - start_row) / chunk_count  # equal shares of the waiting rows
         end_rows = [*itertools.accumulate([group_sizes[group] for group in waiting_groups])]
         near_index = bisect_right(end_rows, target_rows)
         # a choice is a chunk of the waiting groups before ``last_index``, and of the group at ``substitute_index``
@@ -88,7 +88,7 @@ def spans_of(group_sizes: Sequence[int], most_rows: int, is_reorderable: bool) -
         order += [*waiting_groups[:last_index], waiting_groups.pop(substitute_index)]
         del waiting_groups[:last_index]
         chunk_slices = slices(span_rows, balanced(span_rows, most_rows))
-        spans.append(tuple([slice(start + chunk.start, start + chunk.stop) for chunk in chunk_slices]))
+        spans.append(tuple([slice(start_row + chunk.start, start_row + chunk.stop) for chunk in chunk_slices]))
         chunk_count -= len(chunk_slices)
-        start += span_rows
+        start_row += span_rows
     return tuple(spans), order

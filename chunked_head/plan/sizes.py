@@ -1,4 +1,4 @@
-"""What a plan is made from, the sizes of a call and the user's request; and the buffers of a plan.
+"""The sizes of a call and the user's request, from which a plan is made; and the buffers of a plan.
 
 A call runs through five phases. A buffer is in memory from its first phase to its last phase.
 """
@@ -19,7 +19,7 @@ from ..core.stats import Demand, Layout, layout_of
 from ..core.tiles import PRODUCT_ROWS
 
 MiB = 1 << 20
-CHUNK_MULTIPLE = 128
+CHUNK_MULTIPLE = 128  # rows
 BYTE = torch.uint8
 TILE_ELEMENTS = 1 << 18  # elements of a block of logits in elementwise torch operations
 LEAST_DEMAND = Demand()
@@ -78,7 +78,7 @@ class Sizes:
 
     # shapes
     tokens: int
-    hidden: int
+    hidden: int  # hidden size
     vocab: int  # columns of the logits on this rank
     dtype: torch.dtype  # dtype of the matmuls' operands
     hidden_dtype: torch.dtype  # dtype of the hidden states and of their gradient
@@ -169,24 +169,24 @@ class Sizes:
         return layout_of(self.demand)
 
     def sums_into(self, dtype: torch.dtype) -> bool:
-        """True where the matmul can store a product in ``dtype``: the operands' dtype, or any of 32 bits or more."""
+        """True where the matmul can store a product in ``dtype``: the operands' dtype, or at least 32 bits."""
         return dtype == self.dtype or dtype.itemsize >= 4
 
     @functools.cached_property
     def e4m3_gradients(self) -> bool:
-        """True where gradients of the forward pass are products of e4m3 operands, which are stored exponentials."""
+        """True where the forward pass stores exponentials in e4m3, and makes gradients by products of e4m3 operands."""
         can_multiply = self.gpu is not None and self.gpu.e4m3_gradients and self.store.name == "fast"
         has_all_rows = self.hidden_ranks == 1 and not self.deterministic  # cuBLAS chooses by the number of rows
         return self.fp8 is not None and can_multiply and has_all_rows and self.any_grad and not self.waits_for_backward
 
     @property
     def grads_in_matmul(self) -> bool:
-        """True where the recompute schedule's matmul stores 16-bit dlogits of a tile, not logits (``GradStore``)."""
+        """True where the recompute schedule's matmul stores 16-bit gradients of logits, not logits (``GradStore``)."""
         return self.own_matmul and not self.demand.sums and self.demand.pairing is None
 
     @property
     def keeps_sweep(self) -> bool:
-        """True where a pass without gradients stores logits too."""
+        """True where the sweep stores logits even in a pass that makes no gradients."""
         return self.fp8 is not None or not (self.own_matmul and self.demand.one_sweep)
 
     @functools.cached_property
@@ -203,8 +203,8 @@ class Sizes:
 
     @functools.cached_property
     def own_dhidden(self) -> bool:
-        """True where a kernel of this library computes dhidden: it is faster than BLAS, or skips rows, or is
-        deterministic."""
+        """True where a kernel of this library computes dhidden, since the kernel is faster than BLAS or since the call
+        skips rows or is deterministic."""
         is_faster = self.gpu is not None and self.gpu.own_dhidden
         return self.own_matmul and (is_faster or self.skips or self.deterministic)
 
@@ -284,7 +284,7 @@ def slices(total_size: int, slice_size: int) -> list[slice]:
 
 def balanced(tokens: int, most_rows: int) -> int:
     """Number of rows of a chunk, for nearly equal chunks of at most ``most_rows`` rows. Rounds up to a multiple of 128,
-    else of 64 (which dweight's kernel reads at a time), else of 16: the first that does not exceed ``most_rows``."""
+    64 (rows that dweight's kernel reads at a time) or 16, the first with at most ``most_rows`` rows; else to an int."""
     if tokens <= most_rows:
         return max(tokens, 1)
     rows = math.ceil(tokens / math.ceil(tokens / most_rows))
