@@ -80,7 +80,7 @@ def parser() -> Parser:
     int_argument: dict[str, Any] = {"type": int, "metavar": "N"}
     tokens_argument: dict[str, Any] = {"type": token_count, "metavar": "N"}
     dtype_argument: dict[str, Any] = {"choices": DTYPES}
-    add_plan = command("plan", run_plan, "How a call of these sizes runs and what memory it takes.")
+    add_plan = command("plan", run_plan, "How a call of these sizes runs and what memory it takes.")  # add_argument
     add_plan("--tokens", **tokens_argument, required=True, help="such as 8192 or 8k")
     for size_name in ("--hidden", "--vocab"):
         add_plan(size_name, **int_argument, required=True)
@@ -114,7 +114,7 @@ def library_version() -> str:
 
 
 def token_count(text: str) -> int:
-    """The number of tokens that ``text`` writes as 8192, 8k or 1m. ArgumentTypeError for any other text."""
+    """The number of tokens that a text such as "8192", "8k" or "1m" stands for; ArgumentTypeError for other texts."""
     factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
     try:
         return int(text if factor == 1 else text[:-1]) * factor
@@ -235,7 +235,7 @@ def unusual_facts(device: torch.device, trl_version: str) -> list[str]:
     """Sentences about what is unusual in the installation, each with a remedy. ``trl_version``: version of the
     installed TRL; a tested version if TRL is not installed."""
     has_gpu = device.type == "cuda"
-    sentences = {
+    truth_by_sentence = {
         "torch sees no GPU: calls run on the CPU; nvidia-smi says whether the driver sees one": not has_gpu,
         "Triton is not installed: calls on the GPU take plain torch; pip install triton": has_gpu and not has_triton(),
         "this GPU is not in docs/gpus.md: calls keep fp32 logits, which is slower": has_gpu and gpu_of(device) is None,
@@ -243,7 +243,7 @@ def unusual_facts(device: torch.device, trl_version: str) -> list[str]:
         f"TRL {trl_version} was not tested; patch_trl() warns where it differs from {', '.join(TRL.tested_versions)}":
             trl_version.split(".")[:2] not in [version.split(".")[:2] for version in TRL.tested_versions],
     }  # fmt: skip
-    return [sentence for sentence, is_true in sentences.items() if is_true]
+    return [sentence for sentence, is_true in truth_by_sentence.items() if is_true]
 
 
 @torch.enable_grad()

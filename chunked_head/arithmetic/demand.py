@@ -253,14 +253,14 @@ def pair_up(
     return teacher, Pairing(view, columns, statistics, sums_come_last)
 
 
-def smoothing_index(summands: Sequence[Summand], names: set[str]) -> int | None:
+def smoothing_index(summands: Sequence[Summand], statistic_names: set[str]) -> int | None:
     """Index of the summand whose class weights the statistic ``weighted_sum`` takes; None if no summand reads
-    ``weighted_sum``. ``names``: statistics that losses and metrics need. ValueError for two different class weights."""
+    ``weighted_sum``. ``statistic_names``: of losses and metrics. ValueError for two different class weights."""
     smoothing_indices = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
     if not smoothing_indices:
         return None
     class_weights = [summands[i].tensors["class_weights"] for i in smoothing_indices]
-    if "mean_logit" in names or any(weights is not class_weights[0] for weights in class_weights):
+    if "mean_logit" in statistic_names or any(weights is not class_weights[0] for weights in class_weights):
         raise ValueError(
             f"{summands[smoothing_indices[0]].label} smooths over class weights, and a call sums its logits with one "
             "set of weights: losses and metrics that smooth with others, or need the mean logit, go into another call"

@@ -184,8 +184,8 @@ def masked(vectors: TensorsByName, mask: Tensor) -> TensorsByName:
 
 
 def unit_mask(unit: str, batch: Batch) -> Tensor:
-    """The bool mask of the tokens that count, of the segments with a token that counts, or of the pairs of two such
-    segments."""
+    """A bool mask of units: of tokens that count; of segments with a token that counts; or of pairs of which both
+    segments have a token that counts."""
     if unit == "token":
         return batch.mask
     is_counted = batch.segment_count() > 0
@@ -311,8 +311,8 @@ def totals(structure: Structure, table: Tensor, unit_values: list[list[Tensor]],
     """For each summand and each metric, the sum or extremum of its values over all tokens: [], or [c] for c components.
 
     ``table``: values of tokens [values, tokens], losses' rows first, then metrics'. ``unit_values``: values of segments
-    and pairs, by chunk. If an id was out of range, metrics' sums are nan here; summands' sums become nan later, when
-    their denominators divide them.
+    and pairs, by chunk. If an id was out of range, metrics' sums are nan here; summands' sums become nan later, in
+    the division by denominators.
     """
     sums = table.sum(1)
     if structure.metrics:

@@ -27,9 +27,9 @@ SIZE_NAMES = ["first", "rows", "chunk_stride", "table_stride"]  # arguments that
 
 
 class VectorKernel:
-    """A kernel of a function that returns m vectors for ``chunk`` and k vectors for ``table``. It reads the tokens
-    ``rows`` of inputs of all tokens. It writes two fp32 tensors: ``chunk`` [m, tokens of ``rows``], and the columns
-    ``rows`` of ``table`` [k, tokens]."""
+    """A kernel of a function that returns m vectors for ``chunk`` and k vectors for ``table``. Inputs are of
+    all tokens; a call reads the tokens ``rows``. A call writes two fp32 tensors: ``chunk`` [m, tokens of ``rows``],
+    and the columns ``rows`` of ``table`` [k, tokens]."""
 
     def __init__(self, source: str, input_indices: Sequence[int], input_count: int, output_counts: tuple[int, int]):
         """``input_indices``: indices of the inputs that the source reads, among ``input_count`` inputs.
@@ -72,21 +72,21 @@ def vector_kernel(
 def trace(
     function: Function, inputs: Sequence[Tensor | float], token_dims: Sequence[int | None], tokens: int
 ) -> tuple[fx.GraphModule, int]:
-    """Returns the trace of ``function`` on ``tokens`` tokens, and the number of its outputs for ``chunk``. The outputs
-    for ``chunk`` come before those for ``table``."""
-    samples, chunk_output_counts = [], []
+    """Returns the trace of ``function`` on ``tokens`` tokens, and the number of outputs for ``chunk``, which come
+    before the outputs for ``table``."""
+    zero_inputs, chunk_output_counts = [], []
     for value, dim in zip(inputs, token_dims, strict=True):
         shape, dtype = ([], torch.float32) if isinstance(value, float) else ([*value.shape], value.dtype)
         if dim is not None:
             shape[dim] = tokens
-        samples.append(torch.zeros(shape, dtype=dtype, device="cpu"))
+        zero_inputs.append(torch.zeros(shape, dtype=dtype, device="cpu"))
 
     def outputs_in_a_row(inputs: list[Tensor]) -> list[Tensor]:
         chunk_outputs, table_outputs = function(inputs)
         chunk_output_counts.append(len(chunk_outputs))
         return [*chunk_outputs, *table_outputs]
 
-    graph = traced(outputs_in_a_row, samples)
+    graph = traced(outputs_in_a_row, zero_inputs)
     return graph, chunk_output_counts[-1]
 
 

@@ -18,7 +18,7 @@ from ..plan.segments import Segments
 
 def with_fields(batch: Any, mask: Tensor | None, token_weights: Tensor | None) -> Any:
     """The batch with the arguments ``mask`` and ``token_weights`` as fields, unless they are None. ValueError if the
-    batch has such a field already."""
+    batch has a field of the same name already."""
     if not (batch is None or isinstance(batch, Mapping)):
         return batch  # the call's checks raise for a batch of another type
     fields, arguments = dict(batch or {}), {"mask": mask, "token_weights": token_weights}

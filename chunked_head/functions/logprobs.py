@@ -150,7 +150,7 @@ def linear_logprobs(
 
 
 def with_first_planned(name: str, *args: Any, **options: Any) -> Any:
-    """The result of a call of the public function ``name``, whose plan expects a gradient of the first result only."""
+    """The result of the public function ``name``, by a plan that expects a gradient of the first result only."""
     return execute(
         lambda *call_args, **call_options: replace(TASKS[name](*call_args, **call_options), unplanned=RESULT_FLAGS),
         args,

@@ -355,7 +355,7 @@ def streams_of(
 
 def for_streams(name: str, value: Any, num_streams: int) -> Sequence[Any]:
     """Values of the argument ``name`` for each stream: the elements of ``value`` if it is a list, else ``value`` for
-    all streams. ValueError for a list of another length."""
+    all streams. ValueError unless the list has ``num_streams`` elements."""
     if not isinstance(value, list | tuple):
         return [value] * num_streams
     if len(value) != num_streams:

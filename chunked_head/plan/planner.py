@@ -166,8 +166,8 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     """Bytes that a call may take by default: 1.25 GiB; or the bytes of a chunk of 2048 tokens, if the chunk's logits
     (student's and teacher's, in the operands' dtype) alone take more than 1.25 GiB.
 
-    The more ranks share the vocabulary, the less budget each rank has, and the larger are chunks. From 16 ranks on the
-    budget does not shrink, since hidden states are not divided among ranks.
+    The more ranks share the vocabulary, the less budget each rank has. Chunks are larger nevertheless, since a rank has
+    fewer columns. From 16 ranks on the budget does not shrink, since hidden states are not divided among ranks.
     """
     default_bytes = default_share(sizes, ranks)
     rows = int(GOOD_CHUNK * SLACK) if sizes.ends_with_segments else GOOD_CHUNK

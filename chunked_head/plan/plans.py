@@ -155,7 +155,7 @@ def text_fields(record: Any, prefix: str = "") -> dict[str, str]:
 
 
 def byte_counter(plan: Plan, resize: Callable[..., Plan]) -> Callable[..., int]:
-    """A function of sizes, such as the rows of a chunk. It returns ``extra_bytes`` of the plan
+    """A function that takes ``*sizes``, such as the number of rows of a chunk, and returns ``extra_bytes`` of the plan
     ``resize(plan, *sizes)``."""
     fixed_buffers = [buffer for buffer in call_buffers(plan) if buffer.kind != "cast"]
     fixed_bytes = phase_bytes(fixed_buffers)

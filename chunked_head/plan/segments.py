@@ -58,10 +58,10 @@ def joined_segments(pairs: Sequence[tuple[int, int]], segment_count: int) -> lis
 
 
 def spans_of(group_sizes: Sequence[int], most_rows: int, is_reorderable: bool) -> tuple[Spans, list[int]]:
-    """Returns spans of complete groups, and the order in which groups run, as their indices. A span is a chunk of at
-    most ``most_rows`` rows, or a longer group in several chunks. ``group_sizes``: rows of each group.
+    """Returns spans, and the indices of all groups in the order in which they run. A span is a chunk of complete
+    groups, at most ``most_rows`` rows; or the chunks of a single larger group. ``group_sizes``: rows of each group.
     ``is_reorderable``: groups may change places, which fills the last matmul tile of a chunk better."""
-    waiting_groups, order, spans = [*range(len(group_sizes))], list[int](), list[tuple[slice, ...]]()
+    waiting_groups, group_order, spans = [*range(len(group_sizes))], list[int](), list[tuple[slice, ...]]()
     start_row, total_rows, chunk_count = 0, sum(group_sizes), 0
     while waiting_groups:
         chunk_count = max(chunk_count, math.ceil((total_rows - start_row) / most_rows))
@@ -85,10 +85,10 @@ def spans_of(group_sizes: Sequence[int], most_rows: int, is_reorderable: bool) -
             span_rows, last_index, substitute_index = choices[costs.index(min(costs))]
         else:  # a group longer than a chunk
             span_rows, last_index, substitute_index = end_rows[0], 0, 0
-        order += [*waiting_groups[:last_index], waiting_groups.pop(substitute_index)]
+        group_order += [*waiting_groups[:last_index], waiting_groups.pop(substitute_index)]
         del waiting_groups[:last_index]
         chunk_slices = slices(span_rows, balanced(span_rows, most_rows))
         spans.append(tuple([slice(start_row + chunk.start, start_row + chunk.stop) for chunk in chunk_slices]))
         chunk_count -= len(chunk_slices)
         start_row += span_rows
-    return tuple(spans), order
+    return tuple(spans), group_order

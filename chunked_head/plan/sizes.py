@@ -209,8 +209,8 @@ class Sizes:
         return self.own_matmul and (is_faster or self.skips or self.deterministic)
 
     def dhidden_split(self, rows: int, most_units: int | None = None) -> DhiddenSplit:
-        """The split of a chunk's dhidden product along the vocabulary into partial sums. ``most_units``: number of
-        units that fit the buffer of partial sums; None: no limit."""
+        """The split of a chunk's dhidden product along the vocabulary into parts. ``most_units``: number of parts whose
+        sums fit the buffer of partial sums; None: four for each multiprocessor."""
         if self.gpu is None or not self.own_dhidden or self.deterministic:
             return UNCUT  # nothing is chosen by size
         return dhidden_split(self.gpu.product, rows, self.hidden, self.vocab, self.multiprocessors, most_units)
