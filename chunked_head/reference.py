@@ -230,7 +230,7 @@ def linear_loss(
 ) -> Result:
     """Reduces each loss l to ``sum_i w_i l_i / D`` over the tokens i that count; adds up the reduced losses times their
     coefficients; makes the gradients of this sum, and the means of metrics. w: ``token_weights``. D: ``normalizer``; if
-    None, the sum of the class weights at the targets of these tokens, or 1 if this sum is 0. Loss 0 for a D of 0.
+    None, the sum of the class weights at the targets of these tokens, or 1 if this sum is 0. The loss is 0 if D is 0.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     vocab, chunk_tokens, shards = len(weight), min(chunk_tokens, len(hidden)), min(shards, len(weight))

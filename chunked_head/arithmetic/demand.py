@@ -38,8 +38,8 @@ class Structure:
 
     @functools.cached_property
     def split(self) -> tuple[tuple, tuple[float, ...]]:
-        """Returns a key, equal for structures with the same code, and the numbers that are arguments of the code: the
-        floats of options, and the ratios of further softmaxes."""
+        """Returns a key that is equal for structures with the same code; and the numbers that are the code's arguments:
+        the floats of options, and the ratios of the softmaxes after the first."""
         numbers = [number for measure, _ in self.measures for number in measure.key_and_numbers[1]]
         summands = tuple([(summand.key, summand.token_weights, view) for summand, view in self.summands])
         metrics = tuple([(metric.key, view) for metric, view in self.metrics])
@@ -255,7 +255,7 @@ def pair_up(
 
 def smoothing_index(summands: Sequence[Summand], statistic_names: set[str]) -> int | None:
     """Index of the summand whose class weights the statistic ``weighted_sum`` takes; None if no summand reads
-    ``weighted_sum``. ``statistic_names``: of losses and metrics. ValueError for two different class weights."""
+    ``weighted_sum``. ``statistic_names``: statistics of all measures. ValueError for two different class weights."""
     smoothing_indices = [i for i, summand in enumerate(summands) if "weighted_sum" in summand.needs]
     if not smoothing_indices:
         return None

@@ -29,7 +29,7 @@ def make(
     reduce: Reduce = "mean",
     name: str | None = None,
     suffix: str = "",  # of the default name
-    fields: tuple[str, ...] = (),
+    fields: tuple[str, ...] = (),  # names of fields of the batch
     needs: Iterable[str] = (),  # names of statistics
     **metric_fields: Any,
 ) -> Metric:
@@ -183,7 +183,7 @@ def _ratio_fields(kind: str, against: str, level: str, ratio_clamp: float | None
     return {"level": level, "options": options, "fields": (field,), "suffix": "" if against == "old" else against}
 
 
-def _log_ratio(stats: Any, batch: Any, baseline: str, level: str) -> Tensor:
+def _log_ratio(stats: Any, batch: Any, baseline: str, level: str) -> Tensor:  # ``baseline``: name of a field
     log_ratio = stats.logprob - batch[baseline]
     return batch.segment_mean(log_ratio) if level == "segment" else log_ratio
 

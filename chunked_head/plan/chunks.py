@@ -50,7 +50,7 @@ def chunk_size(
     plan: Plan, bytes_of: Callable[[int], int], chunk_tokens: int | None, least_rows: int, fits_budget: bool
 ) -> int:
     """Number of rows of a forward pass's chunk. Without ``chunk_tokens``: as many as the budget holds, or 0 if the
-    budget does not hold ``least_rows`` rows. With ``chunk_tokens``: nearly ``chunk_tokens``, or 0 if this exceeds
+    budget does not hold ``least_rows`` rows. With ``chunk_tokens``: nearly ``chunk_tokens``, or 0 if these exceed
     the budget and ``fits_budget`` is True. ``bytes_of(rows)``: bytes of the plan with chunks of ``rows`` rows."""
     tokens, budget = max(plan.sizes.tokens, 1), plan.budget
     if chunk_tokens is not None:

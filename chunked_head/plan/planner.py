@@ -59,10 +59,10 @@ def find_late_plan(sizes: Sizes, request: Request) -> Plan | str:
     """The plan of a backward that makes the gradients, such as a second backward; or the reason why there is no plan.
     Drops the request's ``accumulate_dtype``, and then its ``chunk_tokens``, where no plan meets them: backward should
     not raise for a forward pass's options."""
-    late_sizes = replace(sizes, waits_for_backward=True, num_row_factors=0)
+    backward_sizes = replace(sizes, waits_for_backward=True, num_row_factors=0)
     budget_request = Request(memory_budget=request.memory_budget)
     for relaxed_request in (request, replace(request, accumulate_dtype=None), budget_request):
-        plan_or_reason = find_plan(late_sizes, relaxed_request)
+        plan_or_reason = find_plan(backward_sizes, relaxed_request)
         if isinstance(plan_or_reason, Plan):
             break
     return plan_or_reason

@@ -50,7 +50,7 @@ class Plan:
     """
 
     sizes: Sizes
-    budget: int
+    budget: int  # bytes
     schedule: Schedule
     chunk_tokens: int  # rows of a chunk
     block_tokens: int  # rows of a block
@@ -333,9 +333,9 @@ def merged_bytes(sizes: Sizes) -> int:
 
 def own_dweight(plan: Plan, is_stored: bool) -> bool:
     """True where this library's kernels compute dweight, False where BLAS computes dweight. ``is_stored``: the product
-    is stored, not added to a buffer. Kernels compute products that skip rows, since BLAS cannot skip any. Kernels
-    compute a call's only product too, if it is stored and has few enough rows: they are as fast as BLAS then, and
-    cheaper to launch."""
+    is stored, not added to a buffer. Kernels compute products that skip rows, since BLAS cannot skip rows. Kernels
+    also compute a call's only product, if the product is stored and has few enough rows: the kernels are then as fast
+    as BLAS, and cheaper to launch."""
     sizes = plan.sizes
     least_rows, most_rows = (0, -1) if sizes.gpu is None else sizes.gpu.own_dweight_rows
     is_only_product = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype

@@ -194,8 +194,8 @@ class Sizes:
         """True where gradients of the forward pass need no sum over student and teacher. The teacher's logits are made
         with the gradients then, some rows at a time."""
         pairing = self.demand.pairing
-        is_simple = self.ranks == 1 and not (self.waits_for_all or self.ends_with_segments)
-        return pairing is not None and pairing.last and self.own_matmul and is_simple
+        is_chunk_independent = self.ranks == 1 and not (self.waits_for_all or self.ends_with_segments)
+        return pairing is not None and pairing.last and self.own_matmul and is_chunk_independent
 
     def teacher_rows(self, rows: int) -> int:
         """Number of rows of the teacher's logits in memory at a time, for chunks of ``rows`` rows."""
