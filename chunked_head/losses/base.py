@@ -1,7 +1,7 @@
 """``Losses``, a sum of losses with coefficients; ``Summand``, one loss; ``Measure``, the base of losses and metrics.
 
-Functions that users call return ``Losses``: ``losses.cross_entropy() + 1e-4 * losses.z_loss()``. A loss has no kernel.
-Kernels make the statistics that the loss ``needs``, and take the coefficients that autograd derives from the loss.
+Functions that users call return ``Losses``: ``losses.cross_entropy() + 1e-4 * losses.z_loss()``. No loss has a kernel
+of its own. Kernels compute the statistics that a loss ``needs``. Autograd derives the loss by these statistics.
 """
 
 import functools
@@ -26,7 +26,7 @@ Scope = Literal["token", "segment"]
 
 
 class Field(NamedTuple):
-    """Kind and type of a field of ``batch``.
+    """Kind and type of a field of ``batch``, a call's tensors by name.
 
     Kinds: ``token``: indexed like the target, also under ``shift``. ``row``: indexed like the hidden states.
     ``segment``: ``[num_segments, ...]``. ``pair``: ``[pairs, ...]``. ``constant``: of any shape, for all tokens.
@@ -34,7 +34,7 @@ class Field(NamedTuple):
     """
 
     kind: Kind
-    type: Literal["float", "int", "bool"] = "float"
+    type: Literal["float", "int", "bool"] = "float"  # of the field's elements
     trailing: int = 0  # number of dimensions after those of the kind: 1 for ``teacher_ids`` [tokens, K]
 
 
@@ -74,18 +74,18 @@ class Teacher(NamedTuple):
     """Options that turn the logits of a dense teacher into the teacher's distribution ``q``."""
 
     temperature: float | None = None  # None: the loss's temperature
-    logit_scale: float = 1.0
-    softcap: float | None = None
+    logit_scale: float = 1.0  # factor of the teacher's logits
+    softcap: float | None = None  # bound of the teacher's logits by tanh
     beta: float | None = None  # weight of ``q`` in the Jensen-Shannon divergence; None for other losses
 
 
 class SummandOptions(TypedDict, total=False):
-    """Options of every loss. An option that is None takes the value of the call's argument of the same name.
+    """Options of every loss. If an option is None, the call's argument of the same name decides.
 
-    ``temperature`` divides the logits that the loss reads. ``token_weights``, a tensor of target's shape or the name of
-    a token field of ``batch``, multiply each token's value and do not enter the denominator. ``normalizer`` is the
-    denominator for ``reduction="mean"``: a number, a 0-d tensor, or the name of a constant field. ``name`` is the key
-    of the loss in ``out.parts``.
+    ``temperature`` divides the logits before the loss's softmax. ``token_weights`` multiply the tokens' values, and do
+    not change the denominator: a tensor of target's shape, or the name of a token field of ``batch``. ``normalizer`` is
+    the denominator for ``reduction="mean"``: a number, a 0-d tensor, or the name of a constant field. ``name`` is the
+    key of the loss in ``out.parts``; None: the name of the function that made the loss.
     """
 
     temperature: float | None
@@ -122,8 +122,7 @@ class Measure:
     reads_target: bool = True
     temperature: float | None = None
     name: str | None = None  # name that the user chose
-    # sums over the vocabulary, by the name of the statistic
-    sums: Mapping[str, VocabularySum] = field(default_factory=dict, kw_only=True)
+    sums: Mapping[str, VocabularySum] = field(default_factory=dict, kw_only=True)  # by the name of the statistic
 
     label: str = field(init=False, repr=False)  # the user's name, else the kind
     width: int = field(init=False, repr=False)  # number of values per token; 0 for values of other units
@@ -135,18 +134,18 @@ class Measure:
 
     @property
     def text(self) -> str:
-        """Text of the call that made the measure, such as "grpo(clip_high=0.28)"; the label if no function of
-        ``chunked_head.losses`` or ``metrics`` made the measure."""
+        """Source text of a function call that makes this measure, such as "grpo(clip_high=0.28)". If no function of
+        ``chunked_head.losses`` or ``metrics`` made the measure, the label."""
         factory, args, options = vars(self).get("origin", (None, (), {}))
         if factory is None:
             return self.label
         defaults = {name: parameter.default for name, parameter in inspect.signature(factory).parameters.items()}
-        changed_names = [
+        passed_names = [
             name
             for name, value in options.items()
             if isinstance(value, Tensor) or name not in defaults or value != defaults[name]
         ]
-        arguments = [*map(value_in_words, args), *[f"{name}={value_in_words(options[name])}" for name in changed_names]]
+        arguments = [*map(value_in_words, args), *[f"{name}={value_in_words(options[name])}" for name in passed_names]]
         return f"{factory.__name__}({', '.join(arguments)})"
 
     def __repr__(self) -> str:
@@ -154,26 +153,27 @@ class Measure:
 
     @functools.cached_property
     def key_and_numbers(self) -> tuple[Hashable, tuple[float, ...]]:
-        """Returns a key of the function and of the options without their floats, and a tuple of those floats. Compiled
-        code is found by the key and takes the floats as arguments. Returns None and () for a user's function."""
+        """Returns a key of ``function`` and ``options``, and the tuple of all floats in ``options``. The key has no
+        floats: compiled code is found by the key and takes the floats as arguments. None and () for a user's function,
+        and for options that are not plain values."""
         numbers: list[float] = []
         values_key = split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
         return (None, ()) if values_key is None else ((self.function, tuple(self.options), values_key), tuple(numbers))
 
     @functools.cached_property
     def is_builtin(self) -> bool:
-        """True for a function of the library, which reads its arguments only. A user's function may read anything, so
-        no cache that outlives a call depends on the results of such a function."""
+        """True for a function of the library: it reads its arguments only. A user's function may read anything, so no
+        cache that outlives a call depends on the results of a user's function."""
         return self.key_and_numbers[0] is not None
 
     def with_numbers(self, numbers: Iterator[Any]) -> Self:
-        """A copy in which the next of ``numbers``, a float or a 0-d tensor, replaces each float of the options."""
+        """A copy. In its options, items of ``numbers`` (floats or 0-d tensors) replace all floats, in order."""
         return replace(self, options={name: join_numbers(value, numbers) for name, value in self.options.items()})
 
     @functools.cached_property
     def number_key(self) -> tuple:
-        """A key of the numbers that ``signature`` leaves out: floats of the options, temperature, options of the
-        teacher, and numbers of the sums."""
+        """A key of numbers that ``Summand.signature`` does not contain: floats of the options, temperature, options of
+        the teacher, and numbers of the sums."""
         _, numbers = self.key_and_numbers
         teacher, sum_numbers = getattr(self, "teacher", None), [vocab_sum.numbers for vocab_sum in self.sums.values()]
         return numbers, self.temperature, teacher, *sum_numbers
@@ -243,9 +243,9 @@ class Summand(Measure):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Losses:
-    """A sum of losses with coefficients: numbers, or 0-d tensors on the device that may change from step to step."""
+    """A sum of losses times coefficients. A coefficient is a number, or a 0-d tensor that may change at every step."""
 
-    terms: tuple[tuple[float | Tensor, Summand], ...]
+    terms: tuple[tuple[float | Tensor, Summand], ...]  # pairs of a coefficient and a loss
 
     def __add__(self, addend: "Losses | Callable[..., Tensor]") -> "Losses":
         return Losses(self.terms + as_losses(addend, "a summand").terms)
@@ -286,7 +286,7 @@ class Losses:
 
 
 def value_in_words(value: Any) -> str:
-    """A short text for the value of an option: the shape of a tensor, the name of a function, else the value."""
+    """A short text for the value of an option: the shape of a tensor, the name of a function, else its repr."""
     if isinstance(value, Tensor):
         return f"tensor{list(value.shape)}"
     return f"{value:.6g}" if type(value) is float else getattr(value, "__name__", repr(value))
@@ -297,8 +297,8 @@ FUNCTION_LOSS_MAKERS: list[Callable[[Callable[..., Tensor]], Losses]] = []
 
 
 def as_losses(loss: Any, argument: str = "loss") -> Losses:
-    """Returns ``loss`` if it is a ``Losses``, and ``custom(loss, scope="token")`` for a plain function. TypeError for
-    anything else."""
+    """Returns ``loss`` if it is a ``Losses``, and ``custom(loss, scope="token")`` if it is a user's function. TypeError
+    for anything else. ``argument``: name of the argument, for errors."""
     if isinstance(loss, Losses):
         return loss
     if getattr(loss, "__module__", "").startswith(PACKAGE):
@@ -323,10 +323,10 @@ def sharing_results(factory: Callable[FactoryArguments, FactoryResult]) -> Calla
     any other argument, such as a tensor, each call makes a new object."""
 
     def make_with_origin(*args: FactoryArguments.args, **options: FactoryArguments.kwargs) -> FactoryResult:
-        result: FactoryResult = factory(*args, **options)
-        measure = result.terms[0][1] if isinstance(result, Losses) else result
+        losses_or_metric: FactoryResult = factory(*args, **options)
+        measure = losses_or_metric.terms[0][1] if isinstance(losses_or_metric, Losses) else losses_or_metric
         vars(measure)["origin"] = factory, args, options  # no field, so that a copy with other options has no origin
-        return result
+        return losses_or_metric
 
     @functools.wraps(factory)
     def cached_factory(*args: FactoryArguments.args, **options: FactoryArguments.kwargs) -> FactoryResult:
@@ -377,9 +377,9 @@ def make(
 
 
 def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashable, ...] | None:
-    """A key of ``values``, which are plain values or tuples of plain values; None if any value is something else.
-    Appends floats to ``numbers``; the key has only their type. Strings, flags, None and ints decide the code, and are
-    in the key with their types."""
+    """A key of ``values``; None unless all are plain values (floats, ints, flags, strings, None) or tuples of plain
+    values. Floats are appended to ``numbers``, and the key has the type ``float`` in place of each. Other plain values
+    decide the compiled code: the key has their values and types."""
     key: list[Any] = [type(values)]
     for value in values:
         value_type = type(value)
@@ -396,7 +396,7 @@ def split_numbers(values: tuple[Any, ...], numbers: list[float]) -> tuple[Hashab
 
 
 def join_numbers(value: Any, numbers: Iterator[Any]) -> Any:
-    """A copy of ``value`` in which the next of ``numbers`` replaces each float, also in nested tuples."""
+    """A copy of ``value``. Items of ``numbers`` replace all floats, in order, also in nested tuples."""
     if type(value) is float:
         return next(numbers)
     if not isinstance(value, tuple):

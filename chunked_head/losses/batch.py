@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Copies(Mapping[str, Tensor]):
-    """A mapping of names to copies of tensors, which a user's function may write to. Each tensor is copied when it is
+    """A mapping of names to copies of tensors. A user's function may write to the copies. A tensor is copied when it is
     first read."""
 
     def __init__(self, original_tensors: Mapping[str, Tensor]):
@@ -35,14 +35,14 @@ class Stats:
     """Statistics [n] of tokens' logits ``x`` [n, V] at one temperature, in fp32 (fp64 for fp64 operands). Logarithms
     are natural.
 
-    ``logprob``: log-probability of the target. ``lse``: ``logsumexp(x)``. ``entropy``: of the softmax. ``mean_logit``:
-    mean of ``x`` over the vocabulary. ``argmax``: first id of the largest logit, int64. ``top_logprob`` and
-    ``runner_up_logprob``: log-probabilities of the ids of the largest and the second largest logit. ``topk_logprobs``
-    [n, K]: log-probabilities of ``teacher_ids``. ``weighted_sum``: ``sum(class_weights * x)``. With a dense teacher
-    ``q``: ``forward_kl`` KL(q || p), ``reverse_kl`` KL(p || q), ``jsd``, ``tvd``, ``overlap`` sum min(p, q),
-    ``teacher_entropy`` and ``teacher_argmax``. Statistics are differentiable, except teacher_entropy, teacher_argmax,
-    argmax, top_logprob and runner_up_logprob. Reading a statistic that no loss or metric ``needs`` raises
-    AttributeError.
+    ``logprob``: log-probability of the target. ``lse``: ``logsumexp(x)``. ``entropy``: of the softmax p.
+    ``mean_logit``: mean of ``x`` over the vocabulary. ``argmax``: first id with the largest logit, int64.
+    ``top_logprob`` and ``runner_up_logprob``: log-probabilities of the ids with the largest and second largest logit.
+    ``topk_logprobs`` [n, K]: log-probabilities of ``teacher_ids``. ``weighted_sum``: ``sum(class_weights * x)``. With a
+    dense teacher's softmax q: ``forward_kl`` KL(q || p), ``reverse_kl`` KL(p || q), ``overlap`` ``torch.min(p,
+    q).sum(-1)``, ``jsd``, ``tvd``, ``teacher_entropy`` and ``teacher_argmax``. Statistics are differentiable, except
+    teacher_entropy, teacher_argmax, argmax, top_logprob and runner_up_logprob. AttributeError for a statistic that no
+    loss or metric has in ``needs``.
     """
 
     def __init__(self, values: Mapping[str, Tensor]):
@@ -63,12 +63,12 @@ class Stats:
 
 
 class Batch(Mapping[str, Tensor]):
-    """Fields of a call for n of its tokens: token fields [n, ...], fields per segment and per pair, and constants.
+    """Fields of n tokens of a call: token fields [n, ...], fields per segment and per pair, and constants.
 
-    Where a token does not count, token fields hold 0 (segments -1), whatever the caller had there. ``target`` [n] holds
-    valid ids (0 where a token does not count). ``mask`` [n] bool is true where a token counts. ``batch.advantages`` is
-    ``batch["advantages"]``. If ranks hold different tokens, the n tokens are this rank's, and sums, counts and means
-    over segments include the tokens of all ranks.
+    Where a token does not count, token fields hold 0 (segments -1), whatever the caller had there, and ``target`` [n]
+    holds id 0. ``mask`` [n] bool is true where a token counts. ``batch.advantages`` is ``batch["advantages"]``. If
+    ranks hold different tokens, the n tokens are this rank's; sums, counts and means over segments include all ranks'
+    tokens.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Batch(Mapping[str, Tensor]):
         fields: Mapping[str, Tensor],
         target: Tensor,  # [n] int64, -1 where a token does not count
         num_segments: int | None,
-        vocab: int,
+        vocab: int,  # number of ids
         rank_sums: Any = None,  # parallel.tokens.RankSums, where ranks hold different tokens
         withheld: Collection[str] = (),  # names of the call's fields that no loss or metric has declared
     ):
@@ -88,7 +88,7 @@ class Batch(Mapping[str, Tensor]):
         self.target = target.clamp(min=0)
 
     def copies(self) -> "Batch":
-        """A batch of copied tensors, which a user's function may write to."""
+        """A copy of this batch. A user's function may write to the copy's tensors."""
         copied_batch, rank_sums = copy.copy(self), self.rank_sums
         copied_batch.fields, copied_batch.names_read = Copies(self.fields), set()
         copied_batch.mask, copied_batch.target = self.mask.clone(), self.target.clone()
@@ -128,19 +128,20 @@ class Batch(Mapping[str, Tensor]):
         segment -1. ``name``: name of the field of segment ids."""
         assert self.num_segments is not None
         segment_ids = self[name]
-        in_segment = self.mask & (segment_ids >= 0)
+        is_in_segment = self.mask & (segment_ids >= 0)
         # tokens of no segment go into an extra segment at the end, which is dropped
-        index = torch.where(in_segment, segment_ids, self.num_segments)
+        sum_indices = torch.where(is_in_segment, segment_ids, self.num_segments)
         # A GPU adds in any order (index_put has a fixed order, but waits for the device to check the ids). Sums in fp64
         # have equal fp32 results in any order, so that ranks that share a vocabulary get the same loss.
         sum_dtype = values.dtype if values.device.type == "mps" else torch.float64  # mps has no float64
         zeros = values.new_zeros(self.num_segments + 1, dtype=sum_dtype)
-        local_sums = zeros.index_add(0, index, torch.where(in_segment, values, 0.0).to(sum_dtype))[:-1].to(values.dtype)
+        addends = torch.where(is_in_segment, values, 0.0).to(sum_dtype)
+        local_sums = zeros.index_add(0, sum_indices, addends)[:-1].to(values.dtype)
         return local_sums if self.rank_sums is None else self.rank_sums.segment_sum(local_sums)
 
     def segment_place(self, name: str = "segments") -> Tensor:
-        """[n] int64: for each token that counts, the number of earlier tokens of its segment that count. ValueError if
-        ranks hold different tokens."""
+        """Positions [n] int64 of tokens in their segments: for a token that counts, the number of earlier tokens that
+        count in the same segment. ValueError if ranks hold different tokens."""
         if self.rank_sums is not None:
             raise ValueError(
                 "a token's place in its segment, which ld_alpha needs, is not known where ranks hold different tokens "
@@ -156,7 +157,7 @@ class Batch(Mapping[str, Tensor]):
         return torch.empty_like(positions).scatter_(0, sorting_indices, positions - first_positions)
 
     def segment_count(self, name: str = "segments") -> Tensor:
-        """[num_segments] fp32: the number of tokens that count in each segment."""
+        """Numbers [num_segments], fp32, of the tokens that count in each segment."""
         if self.rank_sums is not None and name in self.rank_sums.counts:
             return self.rank_sums.counts[name]
         return self.segment_sum(torch.ones_like(self.mask, dtype=torch.float32), name)
@@ -166,14 +167,14 @@ class Batch(Mapping[str, Tensor]):
         return self.segment_sum(values, name) / self.segment_count(name).clamp(min=1.0).to(values.dtype)
 
     def per_token(self, values: Tensor, name: str = "segments") -> Tensor:
-        """[n] for each token, the element of ``values`` [num_segments] of its segment; 0 for tokens of segment -1."""
+        """Values [n]: at each token, the element of ``values`` [num_segments] for the token's segment; 0 for -1."""
         segment_ids = self[name]
         return torch.where(segment_ids >= 0, values[segment_ids.clamp(min=0)], 0.0)
 
 
 def clamped(values: Tensor, bound: float | None) -> Tensor:
-    """Values clamped to [-bound, bound]; unchanged if ``bound`` is None. The gradient of a clamped value is 0, also of
-    an infinite value. A nan stays nan."""
+    """Values clamped to [-bound, bound]; unchanged if ``bound`` is None. The gradient is 0 where a value is clamped,
+    also where the value is infinite. A nan stays nan."""
     if bound is None:
         return values
     # torch.clamp's gradient at a bound depends on torch's version, and on whether the bound is a tensor
@@ -187,7 +188,7 @@ def gate(x: Tensor) -> Tensor:
 
 def kl_estimate(difference: Tensor, estimator: str) -> Tensor:
     """An estimate of KL(sampling policy || other policy) by ``estimator`` "k1", "abs", "k2" or "k3" (Schulman 2020).
-    ``difference``: the log-probability under the other policy minus that under the sampling policy."""
+    ``difference``: log-probabilities under the other policy minus log-probabilities under the sampling policy."""
     if estimator == "k1":
         return -difference
     if estimator == "abs":

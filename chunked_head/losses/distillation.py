@@ -1,6 +1,6 @@
-"""Distillation losses, from a dense teacher or from K log-probabilities of a teacher per token.
+"""Distillation losses, from a dense teacher (all logits) or from K log-probabilities of a teacher per token.
 
-In all docstrings ``p`` is the student's distribution, and ``q`` the teacher's. ``q`` takes no gradient.
+In all docstrings ``p`` is the student's softmax, and ``q`` the teacher's softmax. ``q`` takes no gradient.
 """
 
 import math
@@ -40,9 +40,9 @@ def forward_kl(form: str = "kl", **teacher: Unpack[TeacherOptions]) -> Losses:
 
     Fields of this and all losses of a dense teacher: either ``teacher_logits`` [..., V_t], or ``teacher_hidden``
     [..., H_t] with ``teacher_weight`` [V_t, H_t] and optionally ``teacher_bias`` [V_t]. Logits and hidden states are
-    indexed like the student's hidden states. The target may be None; of a target only ``ignore_index`` is read. The
-    sizes of the vocabularies may differ by up to 1023, the padding of a head: then both distributions are over the
-    first ``min(V, V_t)`` ids. With the call's ``vocab_size``, the teacher may have ``vocab_size`` ids or more.
+    indexed like the student's hidden states. The target may be None; a target only says which tokens count. The
+    sizes V and V_t of the vocabularies may differ by up to 1023, since heads are padded: then both distributions are
+    over the first ``min(V, V_t)`` ids. With the call's ``vocab_size``, the teacher may have ``vocab_size`` ids or more.
     """
     choice("losses.forward_kl", "form", form, ("kl", "cross_entropy"))
     return dense("forward_kl", ("forward_kl",) if form == "kl" else ("forward_kl", "teacher_entropy"), teacher)
@@ -53,7 +53,7 @@ def reverse_kl(**teacher: Unpack[TeacherOptions]) -> Losses:
     """``(p * (p / q).log()).sum(-1)``: KL(p || q) to a dense teacher. Fields and options are those of ``forward_kl``.
 
     If the teacher excludes an id (by a logit of -inf) that the student does not exclude, the divergence is infinite.
-    ``log q`` is taken as -1e4 for that id, so that value and gradient are large but finite. ``jsd`` is bounded.
+    ``log q`` is taken as -1e4 for that id, so that value and gradient are large but finite. (``jsd`` is bounded.)
     """
     return dense("reverse_kl", ("reverse_kl",), teacher)
 
@@ -67,9 +67,9 @@ def jsd(beta: float = 0.5, **teacher: Unpack[TeacherOptions]) -> Losses:
     other options are those of ``forward_kl``.
     """
     beta = number("losses.jsd", "beta", beta, 0.0, 1.0)
-    divergences_at_ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
-    if beta in divergences_at_ends:
-        return dense("jsd", (divergences_at_ends[beta],), teacher)
+    statistic_by_beta = {0.0: "forward_kl", 1.0: "reverse_kl"}
+    if beta in statistic_by_beta:
+        return dense("jsd", (statistic_by_beta[beta],), teacher)
     return dense("jsd", ("jsd",), teacher, beta)
 
 
@@ -87,7 +87,7 @@ def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Unpa
     of the trained drafter ``p`` (Samarin et al., 2602.23881; ``speculators``). Fields and other options are those of
     ``forward_kl``.
 
-    ``form="log"``: ``-log(max(a, least))``, whose gradient is the gradient of ``tvd`` divided by ``a``, or 0 for ``a``
+    ``form="log"``: ``-log(max(a, least))``. The gradient is the gradient of ``tvd`` divided by ``a``, and 0 for ``a``
     below ``least``. ``form="hybrid"``: ``w * KL(q || p) + (1 - w) * tvd``, where ``w = exp(-eta * a)`` has no gradient.
     """
     choice("losses.lk", "form", form, ("log", "hybrid"))
@@ -115,13 +115,13 @@ def dense(
     kind: str,  # name of the loss
     statistics: tuple[str, ...],  # names of the statistics that ``function`` reads
     teacher_options: Mapping[str, Any],  # the user's ``TeacherOptions``
-    beta: float | None = None,  # of the JSD
-    function: Callable[..., Tensor] = _sum_of,
-    options: dict[str, Any] | None = None,
+    beta: float | None = None,  # weight of the teacher in the JSD
+    function: Callable[..., Tensor] = _sum_of,  # (stats, batch, factor, **options) -> values [n]
+    options: dict[str, Any] | None = None,  # None: the names of the statistics
     sums: Mapping[str, VocabularySum] | None = None,  # sums over the vocabulary, by the name of the statistic
 ) -> Losses:
-    """A loss of a dense teacher: ``function`` of ``statistics``, by default the sum of the statistics times the factor
-    of ``t_squared``. TypeError or ValueError for wrong options."""
+    """A loss of a dense teacher. The default ``function`` adds up the statistics and multiplies the sum by ``factor``,
+    which is ``temperature ** 2`` with ``t_squared``, else 1. TypeError or ValueError for wrong options."""
     refuse_unknown("losses", kind, teacher_options, TeacherOptions.__annotations__)
     loss_name, summand_options = f"losses.{kind}", dict(teacher_options)
     temperature = summand_options.pop("teacher_temperature", None)
@@ -165,9 +165,9 @@ def topk_kl(
     fewer than K. They are indexed like the hidden states. The target may be None.
 
     ``divergence`` is ``forward`` KL(t || s), ``reverse`` KL(s || t), ``jsd`` (``beta``: 0 is forward, 1 reverse) or
-    ``tvd``. ``normalize`` says over which outcomes:
+    ``tvd``. ``normalize`` says which outcomes the divergence sums over:
 
-    - ``tail``: over K + 1 outcomes, of which the last is any other id.
+    - ``tail``: over K + 1 outcomes: the K ids, and all other ids as one outcome.
     - ``vocab``: over the vocabulary, where the teacher's probability of other ids is 0. ``forward`` is below 0 where
       ``t`` sums to less than 1; ``reverse`` leaves out other ids, whose terms are infinite; ``jsd`` and ``tvd`` count
       ``rest_s``.
@@ -212,15 +212,15 @@ def topk_options(
     beta = number(function_name, "beta", beta, 0.0, 1.0)
     if divergence == "jsd" and beta in (0.0, 1.0):
         divergence = "reverse" if beta else "forward"
-    renormalize = normalize == "topk"
+    is_renormalized = normalize == "topk"
     if teacher_renormalize is not None:
-        renormalize = flag(f"teacher_renormalize of {function_name}", teacher_renormalize)
-    temperature = (
+        is_renormalized = flag(f"teacher_renormalize of {function_name}", teacher_renormalize)
+    checked_temperature = (
         1.0
         if teacher_temperature is None
         else number(function_name, "teacher_temperature", teacher_temperature, 0.0, open_=True)
     )
-    if temperature != 1 and normalize != "tail" and not renormalize:
+    if checked_temperature != 1 and normalize != "tail" and not is_renormalized:
         raise ValueError(
             f"teacher_temperature of {function_name} cannot change probabilities that are not normalised over anything "
             f"known, with normalize={normalize!r}; pass teacher_renormalize=True"
@@ -229,8 +229,8 @@ def topk_options(
         "divergence": divergence,
         "normalize": normalize,
         "beta": beta if divergence == "jsd" else 0.5,  # only jsd reads it; calls with equal options share a kernel
-        "teacher_renormalize": renormalize,
-        "teacher_temperature": temperature,
+        "teacher_renormalize": is_renormalized,
+        "teacher_temperature": checked_temperature,
     }
 
 
@@ -245,17 +245,17 @@ def squared_temperature(function_name: str, temperature: Any, t_squared: bool) -
 
 
 def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tensor:
-    student = stats.topk_logprobs
-    teacher = batch["teacher_logprobs"].to(student.dtype)
+    student_logprobs = stats.topk_logprobs
+    teacher_logprobs = batch["teacher_logprobs"].to(student_logprobs.dtype)
     is_counted = batch.get("teacher_entries")  # the result of ``counted_entries`` for all tokens of a call, if computed
     if is_counted is None:
-        is_counted = counted_entries(teacher, batch["teacher_ids"], batch.get("teacher_mask"))
-    return topk_divergence(student, teacher, is_counted, **options) * factor
+        is_counted = counted_entries(teacher_logprobs, batch["teacher_ids"], batch.get("teacher_mask"))
+    return topk_divergence(student_logprobs, teacher_logprobs, is_counted, **options) * factor
 
 
 def counted_entries(teacher_logprobs: Tensor, ids: Tensor | None, mask: Tensor | None) -> Tensor:
     """Mask [..., K] of the teacher's entries that count. An entry counts if it is no padding, if ``mask`` is true, and
-    if it is the first of the likeliest entries of its id. ``ids`` None: no two entries have the same id."""
+    if no other entry of the same id is likelier, or as likely and earlier. ``ids`` None: all ids are different."""
     # an entry of nan counts, so that the error shows in the loss
     is_counted = ~(teacher_logprobs <= MAX_PADDING_LOGPROB)
     if mask is not None:
@@ -272,17 +272,17 @@ def counted_entries(teacher_logprobs: Tensor, ids: Tensor | None, mask: Tensor |
 
 
 def check_teacher(argument: str, teacher_logprobs: Tensor, is_counted: Tensor, is_normalized: bool) -> None:
-    """ValueError if a teacher's numbers are no log-probabilities, or with ``is_normalized`` if the probabilities of a
-    token add up to more than 1. Reads numbers on the host. ``argument``: name of
-    ``teacher_logprobs``, for errors."""
+    """ValueError if entries that count are no log-probabilities, or, with ``is_normalized``, if the probabilities of a
+    token add up to more than 1. Reads the tensors on the host. ``argument``: name of ``teacher_logprobs``, for errors.
+    """
     if not is_counted.any():
         return
     check_logprobs(argument, teacher_logprobs[is_counted], MAX_ROUNDED_LOGPROB if is_normalized else INFINITY)
-    max_total = float(torch.where(is_counted, teacher_logprobs, -torch.inf).logsumexp(-1).max())
-    if is_normalized and max_total > MAX_ROUNDED_LOGPROB:
+    max_log_total = float(torch.where(is_counted, teacher_logprobs, -torch.inf).logsumexp(-1).max())
+    if is_normalized and max_log_total > MAX_ROUNDED_LOGPROB:
         raise ValueError(
             f"{argument} must hold log-probabilities, whose exponentials add up to at most 1 for a token, got "
-            f"{math.exp(max_total):g}; take them from log_softmax, or pass teacher_renormalize=True"
+            f"{math.exp(max_log_total):g}; take them from log_softmax, or pass teacher_renormalize=True"
         )
 
 
@@ -344,8 +344,8 @@ def divergence_of(
     is_counted: Tensor | None,  # bool; None: the terms are returned and not summed
     p: Tensor | None = None,  # None: exp(finite_log_p)
 ) -> Tensor:
-    """Returns the terms of a divergence summed over the entries that count [...]. If ``is_counted`` is None, returns
-    the terms in the shape of ``q``."""
+    """Returns a divergence [...]: the sum of its terms over the entries that count. If ``is_counted`` is None, returns
+    the terms themselves, in the shape of ``q``."""
     if p is None:
         p = finite_log_p.exp()
     if divergence == "forward":

@@ -1,4 +1,4 @@
-"""Losses of the softmax at the target, or of the logits alone: cross-entropy, focal, poly1, unlikelihood, z-loss,
+"""Losses of the target's probability, or of the logits alone: cross-entropy, focal, poly1, unlikelihood, z-loss,
 entropy."""
 
 from typing import Any, Unpack
@@ -19,13 +19,13 @@ def cross_entropy(
     entropy_scaling: float | None = None,
     **summand: Unpack[SummandOptions],
 ) -> Losses:
-    """``-logprob``; with label smoothing e and class weights c, as in ``torch.nn.functional.cross_entropy``:
+    """``-logprob``; with label smoothing e, class weights c and target y, as in ``F.cross_entropy``:
     ``-(1 - e) * c[y] * logprob - e / V * (c * p.log()).sum(-1)``.
 
     ``class_weights`` [V], floating point. With them the default denominator is, as in PyTorch, the sum of the targets'
-    weights over the tokens that count. They do not change a ``normalizer`` or the z-loss. ``token_scaling`` multiplies
-    a token's value by the detached probability of its target (DFT). ``entropy_scaling`` a multiplies a token's value by
-    ``H^a``, with H the detached entropy in nats (EAFT). Neither changes the denominator.
+    weights over the tokens that count. Class weights do not change a ``normalizer`` or the z-loss. ``token_scaling``
+    multiplies a token's value by the detached probability of its target (DFT). ``entropy_scaling=a`` multiplies a
+    token's value by ``H ** a``: H is the detached entropy in nats (EAFT). Neither scaling changes the denominator.
     """
     loss_name = "losses.cross_entropy"
     checked_smoothing = number(loss_name, "label_smoothing", label_smoothing, 0.0, 1.0)
@@ -47,7 +47,7 @@ def cross_entropy(
 
 
 def _target_weight(batch: Batch, class_weights: Tensor) -> Tensor:
-    """[n] the class weight of each token's target."""
+    """Class weights [n] of the tokens' targets."""
     return class_weights[batch.target]
 
 
@@ -65,10 +65,10 @@ def _cross_entropy(
         values = class_weights[batch.target] * values
     if label_smoothing is not None:
         if class_weights is None:
-            uniform_values = stats.lse - stats.mean_logit
+            smoothing_values = stats.lse - stats.mean_logit
         else:
-            uniform_values = (class_weights.sum() * stats.lse - stats.weighted_sum) / batch.vocab
-        values = (1 - label_smoothing) * values + label_smoothing * uniform_values
+            smoothing_values = (class_weights.sum() * stats.lse - stats.weighted_sum) / batch.vocab
+        values = (1 - label_smoothing) * values + label_smoothing * smoothing_values
     if token_scaling:
         values = values * stats.logprob.detach().exp()
     return values if entropy_scaling is None else values * stats.entropy.detach().clamp(min=0.0) ** entropy_scaling
@@ -76,7 +76,7 @@ def _cross_entropy(
 
 @sharing_results
 def focal(gamma: float = 2.0, **summand: Unpack[SummandOptions]) -> Losses:
-    """``-(1 - logprob.exp()) ** gamma * logprob`` over the softmax (Lin et al., arXiv 1708.02002).
+    """``-(1 - logprob.exp()) ** gamma * logprob``: focal loss (Lin et al., arXiv 1708.02002).
 
     The paper's alpha is a factor of the loss, or ``token_weights=alpha[target]``.
     """
@@ -94,8 +94,8 @@ def _focal(stats: Stats, batch: Batch, gamma: float | None) -> Tensor:
 
 @sharing_results
 def poly1(epsilon: float = 1.0, **summand: Unpack[SummandOptions]) -> Losses:
-    """``-logprob + epsilon * (1 - logprob.exp())``: cross-entropy as a series in powers of 1 - p, with the coefficient
-    1 + epsilon of the first power (Leng et al., arXiv 2204.12511).
+    """``-logprob + epsilon * (1 - logprob.exp())``: cross-entropy as a series in powers of 1 - p, in which the first
+    power has the coefficient 1 + epsilon (Leng et al., arXiv 2204.12511).
 
     ``epsilon`` is at least -1.
     """
@@ -110,7 +110,7 @@ def _poly1(stats: Stats, batch: Batch, epsilon: float) -> Tensor:
 def unlikelihood(**summand: Unpack[SummandOptions]) -> Losses:
     """``-torch.log(1 - logprob.exp())``: lowers the probability of unwanted tokens (Welleck et al., arXiv 1908.04319).
 
-    ``token_weights`` select the unwanted tokens. The probability is at most 1 - 1e-6, without gradient above.
+    ``token_weights`` select the unwanted tokens. A probability above 1 - 1e-6 counts as 1 - 1e-6, and has no gradient.
     """
     return make("unlikelihood", _unlikelihood, summand)
 
@@ -136,8 +136,8 @@ def _z_loss(stats: Stats, batch: Batch) -> Tensor:
 
 @sharing_results
 def entropy(**summand: Unpack[SummandOptions]) -> Losses:
-    """``-(p * p.log()).sum(-1)`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus, a positive factor a
-    penalty.
+    """``-(p * p.log()).sum(-1)`` in nats, differentiable: ``- 0.01 * entropy()`` is a bonus,
+    ``+ 0.01 * entropy()`` a penalty.
 
     ``p`` is the softmax at the loss's temperature. The target may be None.
     """

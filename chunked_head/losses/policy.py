@@ -22,10 +22,10 @@ class PolicyOptions(SummandOptions, total=False):
     ``v = exp(old_logprobs - rollout_logprobs)`` multiplies the values of this loss, and of no other summand. Without
     ``old_logprobs``, v is computed from the detached ``logprob``. "truncate" clamps v to [rollout_min, rollout_max].
     "mask" sets v outside of that interval to 0; such a token still counts in every denominator. A token of weight 0 has
-    value 0, whatever its ratio is. None, the default: no weights.
-    ``rollout_level``: "token" (default), or "segment": the tokens of a segment share the v of the sum of their
-    log-ratios, and v = 1 for tokens of segment -1. Losses per segment at level "token" take the mean of the segment's
-    weights.
+    value 0, whatever its ratio is. ``rollout=None``, the default: no weights.
+    ``rollout_level``: "token" (default), or "segment": all tokens of a segment have the same v, exp of the sum of the
+    tokens' log-ratios, and v = 1 for tokens of segment -1. At level "token", a loss with one value per segment is
+    multiplied by the mean of v over the segment.
     ``rollout_max``: 2 by default for "truncate", 3 for "mask". ``rollout_min``: 0 by default.
     """
 
@@ -46,7 +46,7 @@ class Rollout(NamedTuple):
 
 @sharing_results
 def reinforce(**policy: Unpack[PolicyOptions]) -> Losses:
-    """``-A * logprob``: REINFORCE. On policy (r = 1), the gradient of every clipped loss is that of REINFORCE.
+    """``-A * logprob``: REINFORCE. On policy (r = 1), every clipped loss has the same gradient.
 
     Fields: advantages [tokens]; with ``rollout``, rollout_logprobs and optionally old_logprobs.
     """
@@ -61,21 +61,21 @@ def _reinforce(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
 
 @sharing_results
 def grpo(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    delta: float | None = None,
+    clip_low: float = 0.2,  # the clipped ratio is at least 1 - clip_low
+    clip_high: float = 0.2,  # the clipped ratio is at most 1 + clip_high
+    delta: float | None = None,  # upper bound of the ratio
     dual_clip: float | None = None,
-    ratio_clamp: float | None = 20.0,
+    ratio_clamp: float | None = 20.0,  # bound of the log-ratio's magnitude
     **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-torch.min(r * A, r.clamp(1 - clip_low, 1 + clip_high) * A)``: the clipped surrogate of PPO and GRPO.
 
-    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1 with the gradient of the ratio).
+    Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1, with the gradient of ``logprob``).
     A ratio exactly at a bound keeps its gradient. ``clip_low`` is at most 1; 1 clips nothing.
-    ``delta``: two-sided clip: r is ``min(r, delta)`` in the unclipped branch.
-    ``dual_clip`` c > 1: for A < 0 the value is at most ``-c A``. For c >= 1 + clip_high this is ``delta = c``. Only one
-    of ``delta`` and ``dual_clip`` can be passed.
-    ``ratio_clamp`` c: the log-ratio is clamped to [-c, c] before exp, without gradient where the clamp acts; None: no
+    ``delta``: two-sided clip: in the unclipped product ``r * A``, r is replaced by ``min(r, delta)``.
+    ``dual_clip=c`` with c > 1: for A < 0 the value is at most ``-c * A``. For c >= 1 + clip_high, ``delta=c`` has the
+    same effect. Only one of ``delta`` and ``dual_clip`` can be passed.
+    ``ratio_clamp=c``: the log-ratio is clamped to [-c, c] before exp, without gradient where the clamp acts; None: no
     clamp. GRPO, Dr. GRPO, DAPO and BNPO differ in normalisers only: ``chunked_head.weights``.
     """
     clip_options = checked_clip("losses.grpo", clip_low, clip_high, delta if dual_clip is None else None)
@@ -97,8 +97,8 @@ def _grpo(
 
 @sharing_results
 def cispo(
-    clip_high: float = 4.0,
-    clip_low: float | None = None,
+    clip_high: float = 4.0,  # the ratio is at most 1 + clip_high
+    clip_low: float | None = None,  # the ratio is at least 1 - clip_low
     ratio_clamp: float | None = 20.0,
     **policy: Unpack[PolicyOptions],
 ) -> Losses:
@@ -128,7 +128,7 @@ def sapo(
     tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None = 20.0, **policy: Unpack[PolicyOptions]
 ) -> Losses:
     """``-A * 4 / tau * torch.sigmoid(tau * (r - 1))`` with ``tau = torch.where(A > 0, tau_pos, tau_neg)``: a soft gate
-    in place of the clip (arXiv 2511.20347). On policy its gradient is that of REINFORCE.
+    in place of the clip (arXiv 2511.20347). On policy the gradient equals that of ``reinforce``.
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). ``ratio_clamp``: see ``grpo``.
     """
@@ -156,8 +156,8 @@ def _sapo(
 
 def checked_clip(loss_name: str, clip_low: float, clip_high: float, delta: float | None = None) -> dict[str, Any]:
     """Options of ``clipped_ratio``. ``min_ratio`` is 1 - clip_low. Without ``delta``, ``max_ratio`` is 1 + clip_high,
-    and ``ceiling`` is None. With ``delta`` they are the smaller and the larger of 1 + clip_high and delta. TypeError or
-    ValueError for wrong numbers. ``loss_name``: for errors."""
+    and ``ceiling`` is None. With ``delta``, ``max_ratio`` is the smaller number of 1 + clip_high and delta, ``ceiling``
+    the larger. TypeError or ValueError for wrong numbers. ``loss_name``: for errors."""
     min_ratio = 1.0 - number(loss_name, "clip_low", clip_low, 0.0, 1.0)
     max_ratio = 1.0 + bound(loss_name, "clip_high", clip_high)
     if delta is None:
@@ -173,7 +173,7 @@ def checked_clamp(loss_name: str, value: float | None, argument: str = "ratio_cl
 
 
 def token_log_ratio(stats: Stats, batch: Batch) -> Tensor:
-    """log r of each token [n]. Without the field ``old_logprobs``, log r is 0 and its gradient by ``logprob`` is 1."""
+    """Logarithms [n] of ratios r. Without the field ``old_logprobs``, log r is 0, with gradient 1 by ``logprob``."""
     return stats.logprob - old_logprobs(stats, batch)
 
 
@@ -192,19 +192,19 @@ def clipped_ratio(
     ratio.
     """
     ratio = log_ratio.detach().exp()
-    is_above = (advantages > 0) & (ratio > max_ratio)
-    is_below = (advantages < 0) & (ratio < min_ratio)
-    is_fixed = is_above | is_below | (advantages == 0)
+    is_above_max = (advantages > 0) & (ratio > max_ratio)
+    is_below_min = (advantages < 0) & (ratio < min_ratio)
+    has_no_gradient = is_above_max | is_below_min | (advantages == 0)
     if ceiling is not None:
         is_beyond_ceiling = (advantages < 0) & (ratio > ceiling)
-        is_fixed = is_fixed | is_beyond_ceiling
-    ratio = torch.where(is_fixed, 0.0, log_ratio).exp()
-    ratio = torch.where(is_above, max_ratio, torch.where(is_below, min_ratio, ratio))
+        has_no_gradient = has_no_gradient | is_beyond_ceiling
+    ratio = torch.where(has_no_gradient, 0.0, log_ratio).exp()
+    ratio = torch.where(is_above_max, max_ratio, torch.where(is_below_min, min_ratio, ratio))
     return ratio if ceiling is None else torch.where(is_beyond_ceiling, ceiling, ratio)
 
 
 def rollout_weights(stats: Stats, batch: Batch, rollout: Rollout) -> Tensor:
-    """Rollout weights [n] of tokens, detached, as ``PolicyOptions`` defines them."""
+    """Detached rollout weights [n] of tokens. ``PolicyOptions`` has the formula."""
     log_ratio = old_logprobs(stats, batch) - batch["rollout_logprobs"]
     if rollout.level == "segment":
         log_ratio = batch.per_token(batch.segment_sum(log_ratio))
@@ -220,14 +220,14 @@ def weighted_advantages(advantages: Tensor, stats: Stats, batch: Batch, rollout:
 
 
 def make_policy(
-    kind: str,
-    function: Any,
-    options: dict[str, Any],
+    kind: str,  # name of the loss
+    function: Any,  # (stats, batch, rollout, **options) -> values
+    options: dict[str, Any],  # keyword arguments of ``function`` but ``rollout``
     policy_options: Mapping[str, Any],  # the user's ``PolicyOptions``
     unit: str | None = None,  # "token" or "segment", of a loss that reads segments; None: "token", reads no segments
 ) -> Losses:
-    """A policy loss. The options of rollout weights become the argument ``rollout`` of ``function``. TypeError or
-    ValueError for wrong options."""
+    """A policy loss. ``function`` gets the options of rollout weights as a ``Rollout``, or None if there are none.
+    TypeError or ValueError for wrong options."""
     loss_name, summand_options, rollout = f"losses.{kind}", dict(policy_options), None
     refuse_unknown("losses", kind, policy_options, PolicyOptions.__annotations__)
     mode, level = summand_options.pop("rollout", None), summand_options.pop("rollout_level", "token")
@@ -265,10 +265,10 @@ ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")  # of a KL divergen
 def kl_to_reference(
     estimator: str = "k3",
     bias_correction: bool = False,
-    log_ratio_clamp: float | None = 20.0,
-    kl_clamp: float | None = None,
-    ratio_clamp: float | None = 20.0,
-    level: str = "token",
+    log_ratio_clamp: float | None = 20.0,  # bound of the magnitude of d
+    kl_clamp: float | None = None,  # bound of the estimate's magnitude
+    ratio_clamp: float | None = 20.0,  # bound of the magnitude of log r
+    level: str = "token",  # "token" or "segment": what has one ratio r
     **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``d.exp() - d - 1`` with ``d = ref_logprobs - logprob``: an estimate of KL(policy || reference) from the
@@ -278,14 +278,14 @@ def kl_to_reference(
 
     Fields: ref_logprobs [tokens]; for ``bias_correction`` optionally old_logprobs [tokens]; segments for
     ``level="segment"``, which needs ``bias_correction``.
-    On samples of the policy, only k2 has the gradient of the KL. The gradient of k1 is 0 on average, and k3 has the
-    gradient of another divergence. "k1+", "abs+" and "k3+" have the value of the estimator before the "+", and the
-    gradient of k2. ``bias_correction`` multiplies the value by r = exp(logprob - old_logprobs), which takes a gradient
-    (DeepSeek-V3.2). Without ``old_logprobs``, r is 1 with the gradient of logprob. With ``level="segment"``, r is exp
-    of the mean log-ratio over the token's segment.
+    For tokens sampled from the policy, only k2 has the gradient of the KL. The gradient of k1 is 0 on average, and k3
+    has the gradient of another divergence. "k1+", "abs+" and "k3+" have the value of the estimator before the "+", and
+    the gradient of k2. ``bias_correction`` multiplies the value by r = exp(logprob - old_logprobs), which takes a
+    gradient (DeepSeek-V3.2). Without ``old_logprobs``, r is 1 with the gradient of ``logprob``. With
+    ``level="segment"``, r is exp of the mean log-ratio over the token's segment.
     ``log_ratio_clamp`` c clamps d to [-c, c]. ``kl_clamp`` c clamps the value to [-c, c] before ``bias_correction``.
-    There is no gradient where a clamp acts, except that ``kl_clamp`` does not change the gradient of a "+".
-    ``ratio_clamp`` clamps log r, see ``grpo``. Rollout weights do not multiply this loss.
+    There is no gradient where a clamp acts, except that ``kl_clamp`` does not change the gradient of "k1+", "abs+" and
+    "k3+". ``ratio_clamp`` clamps log r, see ``grpo``. Rollout weights do not multiply this loss.
     """
     loss_name = "losses.kl_to_reference"
     choice(loss_name, "estimator", estimator, ESTIMATORS)

@@ -23,24 +23,24 @@ from .policy import (
 
 @sharing_results
 def gspo(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    weighting: str = "segment",
-    level: str = "segment",
-    delta: float | None = None,
-    ratio_clamp: float | None = 20.0,
+    clip_low: float = 0.2,  # the clipped ratio is at least 1 - clip_low
+    clip_high: float = 0.2,  # the clipped ratio is at most 1 + clip_high
+    weighting: str = "segment",  # "segment" or "token": what has one value
+    level: str = "segment",  # "segment" or "token": what has one ratio
+    delta: float | None = None,  # upper bound of the ratio
+    ratio_clamp: float | None = 20.0,  # bound of the log-ratio's magnitude
     **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-torch.min(R * A_s, R.clamp(1 - clip_low, 1 + clip_high) * A_s)`` per segment, with
     ``R = segment_mean(logprob - old_logprobs).exp()`` and ``A_s = segment_mean(A)`` (arXiv 2507.18071).
 
-    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1, with the gradient of
-    R). ``weighting``: "segment": one value per segment, and the mean is over segments with a token that counts.
+    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1, with a gradient).
+    ``weighting``: "segment": one value per segment, and the mean is over segments with a token that counts.
     "token": the segment's value at each of its tokens, and the mean is over tokens. Tokens of segment -1 have value 0,
     and count in the mean over tokens.
     ``level``: "segment", or "token" for GSPO-token: ``R_t = sg(R) exp(logprob - sg(logprob))`` (sg: without gradient)
     with each token's advantage; for ``weighting="segment"`` a segment's value is the mean over its tokens.
-    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R is clamped to [-c, c], without gradient where
+    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp=c``: log R is clamped to [-c, c], without gradient where
     the clamp acts. The paper clips at 3e-4 and 4e-4.
     """
     options = {
@@ -87,8 +87,8 @@ def gmpo(
     torch.where(per_token(A_s) > 0, r.log().clamp(max=clip_high), r.log().clamp(min=-clip_low))``: the geometric mean of
     ratios, each clipped from above for a positive advantage of its segment, else from below (arXiv 2507.20673).
 
-    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them the ratio is 1 with its
-    gradient). ``ratio_clamp`` c: the tokens' log-ratios are clamped to [-c, c] first.
+    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them r = 1, with the gradient of
+    ``logprob``). ``ratio_clamp=c``: the tokens' log-ratios are clamped to [-c, c] first.
     """
     options = {
         "clip_low": bound("losses.gmpo", "clip_low", clip_low),
@@ -125,8 +125,8 @@ def rloo(
     (arXiv 2402.14740, as in TRL's trainer).
 
     ``advantages`` are leave-one-out advantages, which the caller computes.
-    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1, with the gradient of
-    R). ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp`` c: log R, the sum, is clamped to [-c, c].
+    Fields: segments [tokens] int, advantages [tokens], old_logprobs [tokens] (without them R = 1, with a gradient).
+    ``delta``: the two-sided clip of ``grpo``. ``ratio_clamp=c``: log R, the sum over tokens, is clamped to [-c, c].
     """
     clip_options = checked_clip("losses.rloo", clip_low, clip_high, delta)
     options = {**clip_options, "ratio_clamp": ratio_clamp}
@@ -156,9 +156,9 @@ def vespo(
     """``-phi.detach() * A * logprob`` with ``phi = w ** k * (l * (1 - w)).exp()``, ``k = torch.where(A >= 0, k_pos,
     k_neg)`` and ``l = torch.where(A >= 0, lambda_pos, lambda_neg)``, where ``w = per_token(segment_sum(logprob -
     old_logprobs).exp())`` is the ratio of the token's segment: a soft bound in place of the clip (VESPO, arXiv
-    2602.10693, as TRL).
+    2602.10693, as in TRL).
 
-    There is one value per token, 0 for tokens of segment -1. Both lambdas are at least 1e-4. ``ratio_clamp`` c: a
+    There is one value per token, 0 for tokens of segment -1. Lambdas below 1e-4 count as 1e-4. ``ratio_clamp=c``: a
     token's log-ratio is clamped to [-c, c], and log w to [log 1e-8, c]. Rollout weights (``rollout_level="token"``
     only) do not multiply the value: their logarithms are added to log w, with the same clamps. Fields: segments
     [tokens] int, advantages [tokens], old_logprobs [tokens] (without them w = 1).
@@ -205,6 +205,6 @@ def _vespo(
 
 
 def _weighted_segment_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """[num_segments] the mean advantage of each segment, with ``rollout`` times the segment's mean rollout weight."""
+    """Mean advantages [num_segments] of segments. With ``rollout``: times the segments' mean rollout weights."""
     advantages = batch.segment_mean(batch["advantages"])
     return advantages if rollout is None else advantages * batch.segment_mean(rollout_weights(stats, batch, rollout))

@@ -1,7 +1,7 @@
 """Preference losses of segments and of pairs of segments: ORPO, KTO, DPO and its variants, SimPO, CPO.
 
 A segment's score is the sum, or the mean, of ``logprob - ref_logprobs`` over the segment's tokens that count; 0 if none
-counts. Each token's difference is taken first, since the difference of two long sums would round away the score. The
+counts. Differences are taken per token, since the difference of two long sums would round away the score. The
 field ``pair_weights`` [P] of a batch multiplies the values of pairs (``weights.wpo``).
 """
 
@@ -23,9 +23,9 @@ def orpo(beta: float = 0.1, **summand: Unpack[SummandOptions]) -> Losses:
     """``-beta * F.logsigmoid(odds.log()[chosen] - odds.log()[rejected])`` per pair, with ``odds = P / (1 - P)`` and
     ``P = segment_mean(logprob).exp()``: the odds-ratio term of ORPO (arXiv 2403.07691).
 
-    Fields: ``segments``, ``pairs``. The paper adds the negative log-likelihood of prompt and chosen completion: add it
-    as the docstring of ``cpo`` says, with ``nll_mask`` true on the chosen sequences' prompts and completions, and
-    ``segments`` -1 on prompts. The prompts' targets must not be ``ignore_index``.
+    Fields: ``segments``, ``pairs``. The paper adds the negative log-likelihood of prompt and chosen completion. The
+    docstring of ``cpo`` says how to add it, here with ``nll_mask`` true on the chosen sequences' prompts and
+    completions, and ``segments`` -1 on prompts. The prompts' targets must not be ``ignore_index``.
     """
     beta = number("losses.orpo", "beta", beta, 0.0)
     return make("orpo", _orpo, summand, {"beta": beta}, fields=("segments", "pairs"), scope="segment", unit="pair")
@@ -48,8 +48,8 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
     *,
-    average: bool = False,
-    reference_free: bool = False,
+    average: bool = False,  # scores are means over tokens, not sums
+    reference_free: bool = False,  # scores have no ``ref_logprobs``
     **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``torch.where(desirable, desirable_weight * torch.sigmoid(beta * (kl - u)), undesirable_weight *
@@ -96,13 +96,13 @@ def _kto(
 
 
 def score_terms(stats: Stats, batch: Batch, has_reference: bool) -> Tensor:
-    """[n] what each token adds to its segment's score: ``logprob - ref_logprobs`` if ``has_reference``, else
+    """Terms [n] that tokens add to their segments' scores: ``logprob - ref_logprobs`` if ``has_reference``, else
     ``logprob``."""
     return stats.logprob - batch["ref_logprobs"] if has_reference else stats.logprob
 
 
 def segment_totals(values: Tensor, batch: Batch, average: bool) -> Tensor:
-    """[num_segments] the sum, if ``average`` the mean, of ``values`` [n] over each segment's tokens that count."""
+    """Sums [num_segments], or means if ``average``, of ``values`` [n] over each segment's tokens that count."""
     return batch.segment_mean(values) if average else batch.segment_sum(values)
 
 
@@ -132,27 +132,27 @@ def dpo(
     variant: str = "sigmoid",
     *,
     label_smoothing: float = 0.0,
-    average: bool | None = None,
-    reference_free: bool = False,
-    discopop_tau: float = 0.05,
-    divergence: str = "reverse_kl",
+    average: bool | None = None,  # scores are means over tokens, not sums; None: the variant decides
+    reference_free: bool = False,  # scores have no ``ref_logprobs``
+    discopop_tau: float = 0.05,  # temperature of variant discopop
+    divergence: str = "reverse_kl",  # name of the divergence of f-DPO
     divergence_alpha: float = 0.5,
-    ld_alpha: float | None = None,
+    ld_alpha: float | None = None,  # factor of tokens past the length of a pair's shorter segment; None: 1
     **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob -
-    ref_logprobs)``: direct preference optimisation (arXiv 2305.18290) and, by ``variant``, its relatives (names and
-    defaults as TRL's ``loss_type``). docs/losses.md has the formula of each.
+    ref_logprobs)``: direct preference optimisation (arXiv 2305.18290) and the losses that ``variant`` chooses (names
+    and defaults are those of TRL's ``loss_type``). docs/losses.md has the formula of each variant.
 
     With ``label_smoothing`` eps the value is ``-(1 - eps) * F.logsigmoid(d) - eps * F.logsigmoid(-d)`` (cDPO), where d
     is the argument of ``logsigmoid`` above. ``exo_pair`` needs eps > 0 (its paper advises 1e-3), ``robust`` eps < 0.5.
     ``divergence`` (f-DPO, 2309.16240): "reverse_kl", "forward_kl", "js", or "alpha" with ``divergence_alpha`` (1 is the
-    reverse KL). It is for variants that read only the difference of scores. Exponents are clamped to at most 80 (40 for
-    ``ipo``, which squares them), without gradient above.
+    reverse KL). Only variants that read nothing but the difference of scores take a ``divergence``. Exponents in the
+    formulas are clamped to at most 80 (``ipo``, which squares exponentials: 40), without gradient above.
 
-    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411) multiplies the tokens of a pair's longer segment past the length of the
-    pair's shorter segment. A segment of several pairs is compared with the shortest segment of these pairs. ValueError
-    with ``TokenParallel``.
+    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411) is a factor of tokens that lie past the length of the pair's shorter
+    segment: of what they add to the score. For a segment of several pairs, it is the length of the shortest segment of
+    these pairs. ValueError with ``TokenParallel``.
 
     Fields: ``segments``, ``pairs`` [P, 2] of (chosen, rejected) segment ids, and ``ref_logprobs`` unless
     ``reference_free``. There is one value per pair, and the mean is over pairs. ``average``: the score is a mean over
@@ -163,9 +163,9 @@ def dpo(
     choice(loss_name, "variant", variant, DPO_VARIANTS)
     tau = number(loss_name, "discopop_tau", discopop_tau, 0.0, math.inf, open_=True)
     has_reference = not flag(f"reference_free of {loss_name}", reference_free)
-    alpha = number(loss_name, "divergence_alpha", divergence_alpha)
-    powers = {"reverse_kl": 0.0, "forward_kl": -1.0, "js": None, "alpha": alpha - 1.0}
-    power = powers[choice(loss_name, "divergence", divergence, tuple(powers))]
+    checked_alpha = number(loss_name, "divergence_alpha", divergence_alpha)
+    power_by_divergence = {"reverse_kl": 0.0, "forward_kl": -1.0, "js": None, "alpha": checked_alpha - 1.0}
+    power = power_by_divergence[choice(loss_name, "divergence", divergence, tuple(power_by_divergence))]
     if power != 0.0 and variant not in DIVERGENCE_VARIANTS:
         raise ValueError(
             f"divergence={divergence!r} of {loss_name} goes with variants {', '.join(DIVERGENCE_VARIANTS)}, got "
@@ -218,8 +218,9 @@ def cpo(
     the pair term of contrastive preference optimisation (arXiv 2401.08417); ``dpo`` without a reference.
 
     ``variant``: ``sigmoid``, ``hinge`` or ``ipo``, as in ``dpo``. ``average``: the score is a mean over tokens rather
-    than a sum; None: for ``ipo`` only. ``alpha`` replaces scores as in ``simpo``: sums, as in TRL, or with ``average``
-    means, as in AlphaPO's paper. Exponents are at most 80, for ``ipo`` 40. Fields: ``segments``, ``pairs``.
+    than a sum; None: for ``ipo`` only. ``alpha`` transforms scores as in ``simpo``: sums (as in TRL), or with
+    ``average`` means (as in AlphaPO's paper). Exponents are at most 80, for ``ipo`` 40. Fields: ``segments``,
+    ``pairs``.
 
     The paper adds the chosen segments' negative log-likelihood, which is a summand of its own:
     ``losses.cpo() + losses.cross_entropy(token_weights="nll_mask", normalizer=nll_mask.sum())``, where
@@ -310,8 +311,8 @@ def pair_values(
     if variant == "robust":
         return (-(1 - eps) * F.logsigmoid(d) + eps * F.logsigmoid(-d)) / (1 - 2 * eps)
     if variant == "exo_pair":
-        chosen = gate(d) * (F.logsigmoid(d) - math.log1p(-eps))
-        return chosen + gate(-d) * (F.logsigmoid(-d) - math.log(eps))
+        chosen_term = gate(d) * (F.logsigmoid(d) - math.log1p(-eps))
+        return chosen_term + gate(-d) * (F.logsigmoid(-d) - math.log(eps))
     if variant == "nca_pair":
         return (
             -F.logsigmoid(beta * first_scores)
@@ -343,15 +344,15 @@ def transformed_scores(scores: Tensor, power: float | None, max_exponent: float)
 
 
 def is_past_shorter(batch: Batch) -> Tensor:
-    """Mask [n] of the tokens that lie past the length of the shortest segment of all pairs of the token's segment."""
+    """Mask [n]. True: in its segment, the token lies past the length of the shortest segment of the segment's pairs."""
     segment_lengths = batch.segment_count()
     chosen, rejected = batch["pairs"].unbind(1)
-    is_pair = (chosen >= 0) & (rejected >= 0)
-    pair_lengths = torch.where(is_pair, torch.minimum(*values_of_pairs(segment_lengths, batch)), torch.inf)
+    is_valid_pair = (chosen >= 0) & (rejected >= 0)
+    pair_lengths = torch.where(is_valid_pair, torch.minimum(*values_of_pairs(segment_lengths, batch)), torch.inf)
     shortest_lengths = segment_lengths
     for segment_ids in (chosen, rejected):
         shortest_lengths = shortest_lengths.scatter_reduce(
-            0, torch.where(is_pair, segment_ids, 0), pair_lengths, "amin"
+            0, torch.where(is_valid_pair, segment_ids, 0), pair_lengths, "amin"
         )
     return batch.segment_place() >= batch.per_token(shortest_lengths)
 
@@ -359,11 +360,11 @@ def is_past_shorter(batch: Batch) -> Tensor:
 def sorted_scores(
     stats: Stats, batch: Batch, average: bool, has_reference: bool, compares_policies: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns two vectors [P] of scores. The second is reordered so that two numbers at one index have the same rank in
-    their vectors. The vectors are the chosen and the rejected scores. If ``compares_policies``, they are differences of
-    chosen and rejected scores, under the policy and under the reference."""
-    has_tokens = values_of_pairs(batch.segment_count() > 0, batch)
-    is_counted = has_tokens[0] & has_tokens[1] & (batch["pairs"] >= 0).all(1)
+    """Returns two vectors [P]: chosen and rejected scores. If ``compares_policies``, they are the policy's and the
+    reference's differences of chosen and rejected scores. The second vector is reordered: the k-th smallest number of
+    the second vector stands at the index of the k-th smallest number of the first vector."""
+    chosen_has_tokens, rejected_has_tokens = values_of_pairs(batch.segment_count() > 0, batch)
+    is_counted = chosen_has_tokens & rejected_has_tokens & (batch["pairs"] >= 0).all(1)
     if compares_policies:
         reference_logprobs = batch["ref_logprobs"] if has_reference else torch.zeros_like(stats.logprob)
         chosen, rejected = values_of_pairs(segment_totals(stats.logprob, batch, average), batch)

@@ -29,7 +29,7 @@ from .distillation import TeacherOptions, dense
 # a user's function f(log_p), f(log_p, log_q), f(log_p, options) or f(log_p, log_q, options)
 ElementwiseFunction = Callable[..., Tensor]
 SUM_FUNCTIONS: Cache[Hashable, SumFunction] = Cache(256)  # traced functions, by a key of the user's function
-CONSTANT_TYPES = (type(None), bool, int, complex, str, bytes, torch.dtype, CodeType)
+CONSTANT_TYPES = (type(None), bool, int, complex, str, bytes, torch.dtype, CodeType)  # of values that keys contain
 TRACED_VOCABS = (5, 7)  # two sizes of the vocabulary at which a function is traced; both graphs must be equal
 MAX_DEPTH = 6  # levels of nested functions and tuples that a key reads
 
@@ -38,8 +38,8 @@ def sum_of(
     owner: str, function: ElementwiseFunction, options: Mapping[str, Any] | None, is_paired: bool | None = None
 ) -> VocabularySum:
     """The sum over the vocabulary of a user's function with ``options``. ``is_paired``: the function takes log_q
-    too; None: its number of parameters decides. ``owner``: name of the public function, for errors. TypeError or
-    ValueError for a function that cannot be traced."""
+    too; None: the number of its parameters decides. ``owner``: the public function's name, for errors. TypeError or
+    ValueError for wrong arguments, and for a function that cannot be traced."""
     if not callable(function):
         raise TypeError(f"{owner} takes a function of log-probabilities, got {function!r}")
     if options is not None and not isinstance(options, Mapping):
@@ -66,7 +66,7 @@ def number_of_parameters(owner: str, function: ElementwiseFunction) -> int:
 
 def key_of(value: Any, depth: int = 0) -> Hashable:
     """A key of a function. Functions of equal code that read equal plain values and functions have equal keys. The key
-    of a function that reads anything else equals no other key, since such a value may change unnoticed."""
+    of a function that reads anything else equals no other key, since the rest may change unnoticed."""
     value_type = type(value)
     if value_type in CONSTANT_TYPES:
         return value_type, value
@@ -92,7 +92,7 @@ def key_of(value: Any, depth: int = 0) -> Hashable:
 
 
 def is_constant(value: Any) -> bool:
-    """True for modules, functions and types of torch, math and Python itself, which are constant."""
+    """True for modules, functions and types of torch, math and Python's builtins. Such a value never changes."""
     if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType | type):
         return False  # a method of some object
     module_name = value.__name__ if isinstance(value, ModuleType) else value.__module__
@@ -100,11 +100,11 @@ def is_constant(value: Any) -> bool:
 
 
 class SumWriter(Writer):
-    """Writes a traced function as Triton source: a function that returns the term of a column and the term's slope."""
+    """Writes a traced function as Triton source: a function that returns terms of ids, and slopes by log_p."""
 
-    shape = "log_p.shape"
+    shape = "log_p.shape"  # Triton source of the shape of all values
     # operations by exp2 and log2: as exact as p itself, in two thirds of the registers
-    overrides: ClassVar = {
+    overrides: ClassVar = {  # Triton source by operation
         "exp": "tl.exp2({0} * log2_e)", "log": "tl.log2({0}) * ln_2", "logaddexp": "log_of_sum({0}, {1})",
         "div": "{0} / {1}", "reciprocal": "1.0 / {0}",
     }  # fmt: skip
@@ -119,19 +119,19 @@ class SumWriter(Writer):
         return self.arguments[self.inputs[node]]
 
     def source(self, name: str) -> str:
-        """The source of the function ``<name>_terms``."""
+        """Triton source of the traced function, under the name ``<name>_terms``."""
         arguments = "".join(f", {argument}" for argument in self.arguments if argument.startswith("n"))
         header = f"@triton.jit\ndef {name}_terms(log_p, log_q, p, q, tie_tolerance{arguments}):"
         return "\n    ".join([header, *self.lines, f"return {', '.join(self.terms)}"])
 
 
 def trace(owner: str, function: ElementwiseFunction, option_names: tuple[str, ...], is_paired: bool) -> SumFunction:
-    """The traced function, in PyTorch and as Triton source. ``option_names``: names of the numbers in its options.
+    """The traced function, in PyTorch and as Triton source. ``option_names``: names of the function's options.
     ValueError, with the reason, for a function that cannot be traced."""
 
     def terms_and_slopes(inputs: list[Tensor]) -> list[Tensor]:
-        """Returns the terms [ids], and their slopes by log_p [ids]. ``inputs``: log_p [ids], log_q [ids] if
-        ``is_paired``, then the options' numbers []."""
+        """Returns terms [ids], and the slopes [ids] of the terms by log_p. ``inputs``: log_p [ids]; log_q [ids] if
+        ``is_paired``; then the options, 0-d tensors."""
         log_p = inputs[0].detach().requires_grad_()
         log_arguments, numbers = (log_p, *inputs[1 : 1 + is_paired]), inputs[1 + is_paired :]
         with torch.enable_grad():
@@ -155,9 +155,9 @@ def trace(owner: str, function: ElementwiseFunction, option_names: tuple[str, ..
         return [term_values.detach(), slopes]
 
     def graph_of(vocab: int) -> fx.GraphModule:
-        sample_logs = [torch.zeros([vocab], dtype=torch.float32, device="cpu") for _ in range(1 + is_paired)]
+        sample_logprobs = [torch.zeros([vocab], dtype=torch.float32, device="cpu") for _ in range(1 + is_paired)]
         sample_numbers = [torch.ones([], dtype=torch.float32, device="cpu") for _ in option_names]
-        return traced(terms_and_slopes, [*sample_logs, *sample_numbers])
+        return traced(terms_and_slopes, [*sample_logprobs, *sample_numbers])
 
     try:
         # a thread of its own: modes and hooks around the call do not reach the trace
@@ -194,7 +194,7 @@ class TracedFunction:
             read_nodes.update(node.all_input_nodes)
 
     def __call__(self, log_p: Tensor, log_q: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
-        log_p, log_q = (logarithm.clamp(min=LOG_FLOOR) for logarithm in (log_p, log_q))
+        log_p, log_q = (logprobs.clamp(min=LOG_FLOOR) for logprobs in (log_p, log_q))
         placeholders = self.graph.find_nodes(op="placeholder")
         log_arguments = (log_p, log_q)[: len(placeholders) - len(numbers)]
         values_by_node = dict[fx.Node, Any](
@@ -209,18 +209,18 @@ class TracedFunction:
         terms, slopes = (values_by_node[node].expand_as(log_p) for node in output_node.args[0])
         return terms, torch.where((log_p.exp() == 0) & slopes.isnan(), 0.0, slopes)
 
-    def result_of(self, node: fx.Node, values_by_node: dict[fx.Node, Any], block: Tensor) -> Any:
-        """The result of a node, from the values of its inputs. ``block``: a tensor of the shape and dtype of log_p."""
+    def result_of(self, node: fx.Node, values_by_node: dict[fx.Node, Any], log_p: Tensor) -> Any:
+        """The result of a node, in the dtype of ``log_p`` if it is floating. ``values_by_node``: the inputs' values."""
         operation_name, torch_function = name_of(node), node.target
         arguments: Any = fx.node.map_arg(node.args, lambda argument: values_by_node[argument])
         dtype = node.meta["val"].dtype
-        dtype = block.dtype if dtype.is_floating_point else dtype
+        dtype = log_p.dtype if dtype.is_floating_point else dtype
         if operation_name in SAME_NUMBERS:
             return arguments[0].to(dtype)
         if operation_name in FILL_VALUES or operation_name in FILL_ARGUMENTS:
             is_constant_fill = operation_name in FILL_VALUES
             value = FILL_VALUES[operation_name] if is_constant_fill else arguments[FILL_ARGUMENTS[operation_name]]
-            return torch.full_like(block, value, dtype=dtype) if not isinstance(value, Tensor) else value
+            return torch.full_like(log_p, value, dtype=dtype) if not isinstance(value, Tensor) else value
         assert callable(torch_function)
         return torch_function(*arguments, **node.kwargs)
 
@@ -256,10 +256,10 @@ def vocabulary_sum(
 ) -> Losses:
     """``f(p.log()).sum(-1)`` with ``function`` f: any function of the student's distribution that adds up over ids.
 
-        loss = losses.vocabulary_sum(lambda log_p: (2 * log_p).exp())  # sum of p squared, 1 less Tsallis' entropy
+        loss = losses.vocabulary_sum(lambda log_p: (2 * log_p).exp())  # sum of p squared: 1 minus Tsallis' entropy
 
     ``function(log_p)``, or ``function(log_p, options)``, and ``options`` are as in ``divergence``. The target may be
-    None; of a target only ``ignore_index`` is read. ``losses.custom(..., sums=...)`` takes functions of such sums, for
+    None; a target only says which tokens count. ``losses.custom(..., sums=...)`` takes functions of such sums, for
     example Renyi's entropy.
     """
     vocab_sum = sum_of("losses.vocabulary_sum", function, options, False)
@@ -272,8 +272,8 @@ def _vocabulary_sum(stats: Stats, batch: Batch) -> Tensor:
 
 
 def named_sums(owner: str, sums: Mapping[str, Any] | None, statistics: Collection[str]) -> dict[str, VocabularySum]:
-    """Each sum over the vocabulary, by the name of its statistic. ``sums``: by name, a function or a pair
-    ``(function, options)``. ``statistics``: names that are not free. TypeError or ValueError for wrong names and
+    """Sums over the vocabulary, by the names of their statistics. ``sums`` maps each name to a function or to a pair
+    ``(function, options)``. ``statistics``: names that sums cannot have. TypeError or ValueError for wrong names and
     functions."""
     if sums is not None and not isinstance(sums, Mapping):
         raise TypeError(f"sums of {owner} must be a mapping of names to functions, got {sums!r}")

@@ -33,13 +33,13 @@ def custom(
     *,
     scope: Scope,  # "token": a value depends on its own token alone; "segment": on other tokens too
     needs: Iterable[str] | None = None,  # names of statistics; None: a run on made-up tokens finds them
-    fields: Mapping[str, Field | str] | Iterable[str] | None = None,
+    fields: Mapping[str, Field | str] | Iterable[str] | None = None,  # names of fields, or kinds of fields by name
     unit: Unit = "token",  # what has one value: a token, a segment or a pair
-    name: str | None = None,
+    name: str | None = None,  # key of the loss in ``out.parts``; None: the function's name
     check: bool = True,  # the function runs on made-up tokens first
     options: Mapping[str, Any] | None = None,  # the function's keyword arguments
     tensors: Mapping[str, Tensor] | None = None,  # tensors [vocab], further keyword arguments of the function
-    teacher: Teacher | None = None,
+    teacher: Teacher | None = None,  # options of a dense teacher
     sums: Mapping[str, Any] | None = None,  # functions to sum over the vocabulary, by statistic
     **summand_options: Any,
 ) -> Losses:
@@ -61,16 +61,16 @@ def custom(
 
     When the loss is made, the function runs on made-up tokens with every field. This shows which statistics (``needs``)
     and which ``fields`` the function reads. A field is optional if the function also runs without it. With
-    ``scope="token"`` the function also runs on two pieces of the tokens. ValueError if values or gradients differ from
-    those of all tokens at once. ``fields={"my_weights": "token"}`` declares fields that the library does not have, and
-    a dense teacher's tensors. The kind is a ``losses.Field`` if the field is not floating or has further dimensions.
-    ``needs`` adds statistics that the function reads in some calls only. With ``check=False`` the function does not run
-    on made-up tokens. Then ``needs`` and ``fields`` have to name all that the function reads, and the call must have a
-    target.
+    ``scope="token"`` the function also runs on two pieces of the tokens. ValueError if the pieces have other values or
+    gradients than all tokens at once. ``fields={"my_weights": "token"}`` declares the kinds of fields that the library
+    does not have. A field that is not floating, or has further dimensions, is declared by a ``losses.Field`` in place
+    of its kind. A dense teacher's tensors are declared too. ``needs`` adds statistics that the function reads in some
+    calls only. With ``check=False`` the function does not run on made-up tokens. Then ``needs`` and ``fields`` have to
+    name all that the function reads, and the call must have a target.
 
-    ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds statistics, each the sum over the vocabulary of a function of
-    ``log_p`` (see ``losses.vocabulary_sum``), or of ``log_p`` and ``log_q`` (see ``losses.divergence``). In place of a
-    function there may be a pair ``(function, options)``.
+    ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds a statistic ``p2``, the sum of the function over the
+    vocabulary. Functions take ``log_p`` (see ``losses.vocabulary_sum``), or ``log_p`` and ``log_q`` (see
+    ``losses.divergence``). A pair ``(function, options)`` may stand in place of a function.
 
     ``options`` and ``tensors`` are keyword arguments of the function. ``teacher``: options that turn the logits of a
     dense teacher into its distribution. ``summand_options``: ``SummandOptions``. TypeError or ValueError for wrong
@@ -96,10 +96,10 @@ def custom(
     options, tensors = dict(options or {}), dict(tensors or {})
     sums_by_name = named_sums(loss_name, sums, (*BASE_STATISTICS, *STATISTICS, *DENSE_STATISTICS))
     if check:
-        candidate = Summand(
+        checked_summand = Summand(
             "custom", function, options, sums=sums_by_name, unit=unit, scope=scope, name=name, tensors=tensors
         )
-        read_statistics, required_fields, optional_fields = reads_of(loss_name, candidate, extra_fields)
+        read_statistics, required_fields, optional_fields = reads_of(loss_name, checked_summand, extra_fields)
         # with an optional field the function may take another branch, which reads the target
         reads_target = "logprob" in read_statistics or "target" in required_fields or bool(optional_fields)
         needed_statistics |= read_statistics

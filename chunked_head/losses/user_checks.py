@@ -67,16 +67,16 @@ def content_key(value: Any, depth: int = 0) -> Hashable:
 
 
 def device_of(key: Hashable) -> torch.device:
-    """A device to run a function on, whose ``content_key`` is ``key``: the first accelerator that holds a tensor of the
-    key. Without tensors the GPU if CUDA is initialised; else the CPU."""
+    """The device to run a function on. ``key``: the ``content_key`` of the function. The device is the key's first
+    accelerator. If the key has no device, it is the GPU if CUDA is initialised. Otherwise it is the CPU."""
     key_entries = [key]
     for key_entry in key_entries:  # the loop appends to ``key_entries``
         key_entries += key_entry if isinstance(key_entry, tuple) else ()
     key_devices = [key_entry for key_entry in key_entries if isinstance(key_entry, torch.device)]
-    other_devices = [device for device in key_devices if device.type not in ("cpu", "meta")]
+    accelerators = [device for device in key_devices if device.type not in ("cpu", "meta")]
     return (
-        other_devices[0]
-        if other_devices
+        accelerators[0]
+        if accelerators
         else torch.device("cuda" if not key_devices and torch.cuda.is_initialized() else "cpu")
     )
 
@@ -93,7 +93,6 @@ SHAPES_BY_KIND = {
     "pair": (NUM_PAIRS,),
     "constant": (),
 }
-LOSS_FIELD, METRIC_FIELD = "fields={'name': 'token'}", "extra_fields={'name': Field('token')}"
 STATISTICS_WITHOUT_GRADIENT = (*WITHOUT_SLOPE, "teacher_entropy")
 ALL_TOKENS = slice(0, NUM_TOKENS)
 TOKEN_PIECES = (slice(0, 1), slice(1, NUM_TOKENS))
@@ -101,8 +100,8 @@ RANK_PIECES = (slice(0, 9), slice(9, NUM_TOKENS))  # tokens of two made-up ranks
 
 
 class MadeUpTokens:
-    """Made-up statistics and fields of NUM_TOKENS tokens. As in a call, both are 0 (segment ids -1) where a token does
-    not count.
+    """Made-up statistics and fields of NUM_TOKENS tokens. As in a call, statistics and token fields are 0 (segment ids
+    -1) where a token does not count.
 
     ``tensors``: copies of the loss's tensors. The length of the first tensor is the size of the made-up vocabulary."""
 
@@ -150,10 +149,10 @@ class MadeUpTokens:
         self.stats = {name: value.to(device) for name, value in stats.items()}
         self.fields = {name: value.to(device) for name, value in fields.items()}
         self.mask, self.target = mask.to(device), torch.where(mask, target, -1).to(device)
-        self.upstream = (rand(NUM_TOKENS, device="cpu") + 0.5).to(device)
+        self.value_weights = (rand(NUM_TOKENS, device="cpu") + 0.5).to(device)
 
     def fields_of(self, piece: slice) -> dict[str, Tensor]:
-        """Fields by name, of the tokens in the slice ``piece``."""
+        """Fields by name: token fields of the slice ``piece`` of the tokens, and all other fields as they are."""
         return {name: value[piece] if name in self.per_token else value for name, value in self.fields.items()}
 
 
@@ -163,8 +162,8 @@ def shared_result(
     extra_fields: Mapping[str, Field],
     check: Callable[[MadeUpTokens], CheckResult],
 ) -> CheckResult:
-    """The result of ``check`` on made-up tokens, cached by ``check_key`` and by the ``content_key`` of the measure's
-    function, options and tensors.
+    """The result of ``check`` on made-up tokens. It is cached by ``check_key``, a key of all that ``check`` depends on
+    but the measure, and by the ``content_key`` of the measure's function, options and tensors.
 
     Modes around the call (inference mode, no_grad, a default device) have no effect in ``check``, and the global random
     states do not change."""
@@ -184,8 +183,8 @@ def shared_result(
 
 
 def are_close(a: Tensor, b: Tensor) -> bool:
-    """True for tensors that are equal up to rounding. If one of NUM_TOKENS tokens is left out, a mean changes by far
-    more than the tolerance."""
+    """True for tensors that are equal up to rounding. A mean over NUM_TOKENS tokens that leaves one token out differs
+    by far more."""
     finite_magnitudes = a[a.isfinite()].abs()
     atol = 1e-4 * float(finite_magnitudes.max()) if len(finite_magnitudes) else 0.0
     return torch.allclose(a, b, rtol=1e-4, atol=atol, equal_nan=True)
@@ -195,13 +194,13 @@ def are_close(a: Tensor, b: Tensor) -> bool:
 
 
 def check_pieces(owner: str, measure: Measure, sample: MadeUpTokens) -> tuple[set[str], set[str]]:
-    """Returns the set of names of statistics and the set of names of fields that a function reads. ValueError if the
-    function does not return one value per unit. With scope "token", ValueError if two pieces of the tokens have other
-    values or gradients than all tokens at once."""
+    """Returns two sets of names: of the statistics and of the fields that the measure's function reads. ValueError if
+    the function does not return one value per unit. With scope "token", ValueError if values or gradients of two pieces
+    of the tokens differ from those of all tokens at once."""
     results_at_once, statistic_names, field_names = values_on_sample(owner, measure, sample, ALL_TOKENS)
-    pieces = [values_on_sample(owner, measure, sample, piece)[0] for piece in TOKEN_PIECES if measure.scope == "token"]
+    results = [values_on_sample(owner, measure, sample, piece)[0] for piece in TOKEN_PIECES if measure.scope == "token"]
     for quantity, values in results_at_once.items():
-        if pieces and not are_close(values[sample.mask], torch.cat([piece[quantity] for piece in pieces])[sample.mask]):
+        if results and not are_close(values[sample.mask], torch.cat([run[quantity] for run in results])[sample.mask]):
             raise ValueError(
                 f'{owner} has scope="token", but its {quantity} on {NUM_TOKENS} made-up tokens at once and in pieces '
                 "differ: a token's value depends on other tokens, and would depend on the chunk size, or the "
@@ -240,9 +239,9 @@ def values_on_sample(
 ) -> tuple[dict[str, Tensor], set[str], set[str]]:
     """Runs a function on the tokens in the slice ``piece`` of a sample.
 
-    Returns a dict of tensors, the names of the statistics that the function has read, and the names of the fields. The
-    tensors are the values and, for a loss, the gradients of a weighted sum of the values. ``left_out_field``: name of a
-    field to leave out, or "target". ValueError if the function raises or returns wrong values.
+    Returns a dict of tensors, and the names of the statistics and of the fields that the function has read. The tensors
+    are the values and, for a loss, the gradients of a weighted sum of the values. ``left_out_field``: name of a field
+    that the function does not get, or "target". ValueError if the function raises or returns wrong values.
     """
     is_loss = isinstance(measure, Summand)
     statistics = {name: value[piece].detach().clone() for name, value in sample.stats.items()}
@@ -302,7 +301,7 @@ def values_on_sample(
         )
     value_sum = values.sum()
     if unit == "token":  # with equal weights, a mean over tokens would not show
-        value_sum = torch.where(sample.mask[piece], values * sample.upstream[piece], 0.0).sum()
+        value_sum = torch.where(sample.mask[piece], values * sample.value_weights[piece], 0.0).sum()
     with anomalies_at(None):  # made-up numbers may give nan where the caller's do not
         gradient_list = torch.autograd.grad(
             value_sum, list(differentiable_leaves.values()), allow_unused=True, materialize_grads=True
@@ -318,8 +317,8 @@ def values_on_sample(
 
 class RankLocalSums:
     """Stand-in for ``RankSums`` on one of two made-up ranks. ``segment_sum`` appends the rank's sums over segments to
-    ``local_sums``, and returns the next of ``global_sums``, which are sums over both ranks' tokens. When none is left,
-    it returns the rank's sums."""
+    ``local_sums``, and returns the next item of ``global_sums``, the sums over both ranks' tokens. After the last item,
+    ``segment_sum`` returns the rank's sums."""
 
     def __init__(self, global_sums: list[Tensor]):
         self.counts, self.global_sums, self.local_sums = dict[str, Tensor](), iter(global_sums), list[Tensor]()
@@ -348,7 +347,7 @@ def check_over_ranks(
 
 
 def has_rank_independent_values(measure: Measure, sample: MadeUpTokens, field_names: frozenset[str]) -> bool:
-    """True if two ranks that add up their sums over segments get the values of all tokens at once."""
+    """True if two ranks, which add up their sums over segments, compute the same values as one rank with all tokens."""
 
     def values_of(piece: slice, global_sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         fields, rank_sums = sample.fields_of(piece), RankLocalSums(global_sums)
@@ -362,7 +361,7 @@ def has_rank_independent_values(measure: Measure, sample: MadeUpTokens, field_na
     except Exception:  # with ``check=False`` a function need not run on made-up tokens
         return True
     values_by_rank, local_sums = zip(*(values_of(piece, segment_sums) for piece in RANK_PIECES), strict=True)
-    if not all(len(values_of_rank) == len(segment_sums) for values_of_rank in local_sums):
+    if not all(len(sums_of_rank) == len(segment_sums) for sums_of_rank in local_sums):
         return False
     if measure.unit == "token":
         values_at_once, values_by_rank = values_at_once[sample.mask], (torch.cat(values_by_rank)[sample.mask],)

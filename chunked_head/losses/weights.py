@@ -1,9 +1,9 @@
 """Normalisers and token weights as arguments of a loss: ``losses.grpo(**weights.sequence_mean(mask))``.
 
-A loss is ``sum(m w l) / D``, where m is 1 if a token counts, else 0. Each function returns the options ``normalizer`` D
-and, unless all w are 1, ``token_weights`` w in the target's shape. Counts are arguments. Pass counts over all
-micro-batches and ranks of a step (one all-reduce): then the losses of all micro-batches and ranks add up to the loss of
-the step. The host never waits for the device.
+A loss is ``sum(m w l) / D`` over tokens: l is a token's value, and m is 1 if the token counts, else 0. The functions
+return the options ``normalizer`` D and, unless all w are 1, ``token_weights`` w in the target's shape. Each docstring
+begins with ``m w / D``. Pass counts that are summed over all micro-batches and ranks of a step (one all-reduce): then
+their losses add up to the loss of the step. The host never waits for the device. ``wpo`` returns weights of pairs.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ def token_mean(total: float | Tensor) -> dict[str, Any]:
 
 
 def bnpo() -> dict[str, Any]:
-    """``m / max(sum(m), 1)`` over the tokens of this call: BNPO, and the default of a loss. The loss of a step depends
-    on how the step is divided into micro-batches."""
+    """``m / max(sum(m), 1)`` with a sum over the tokens of a call: BNPO, and the default of a loss. The loss of a step
+    depends on how the step is divided into micro-batches."""
     return {}
 
 
@@ -31,7 +31,7 @@ def sequence_mean(
     segments: Tensor | None = None,
     num_segments: int | None = None,
     *,
-    empty: str = "counted",
+    empty: str = "counted",  # or "excluded": sequences without a token that counts do not enter D
     num_sequences: float | Tensor | None = None,
 ) -> dict[str, Any]:
     """``m / (N_s D)``, where ``N_s`` is the number of tokens that count in the token's sequence: GRPO.
@@ -40,8 +40,8 @@ def sequence_mean(
     is true and if, with ``shift=k``, it is not among the first k of a row, which no hidden state predicts. ``segments``
     int, in the shape of ``mask``: ids of sequences below ``num_segments``, or -1 for tokens of no sequence, whose
     weight is 0. Without ``segments`` each row of the last dimension is a sequence. ``D`` is ``num_sequences``, the
-    number of sequences of the whole step; None: the number of sequences of this call. ``empty="excluded"`` leaves out
-    of the latter the sequences without a token that counts. TypeError or ValueError for wrong arguments.
+    number of sequences of the whole step; None: the number of sequences of this call, with ``empty="excluded"`` only
+    of those that have a token that counts. TypeError or ValueError for wrong arguments.
     """
     function_name = "weights.sequence_mean"
     choice(function_name, "empty", empty, ("counted", "excluded"))
@@ -95,8 +95,8 @@ def wpo(
     logprobs: Tensor, log_sum_sq_probs: Tensor, mask: Tensor, segments: Tensor, num_segments: int, pairs: Tensor
 ) -> Tensor:
     """``batch["pair_weights"]`` [P] of WPO (arXiv 2406.11827). The weight of a segment is ``exp`` of the mean of
-    ``logprob - log sum_j p_j^2`` over its tokens. The weight of a pair is the product of the weights of its segments,
-    or 0 if the pair has an id below 0.
+    ``logprob - log sum_j p_j^2`` over the segment's tokens that count. The weight of a pair is the product of its two
+    segments' weights, or 0 if one of the pair's segment ids is below 0.
 
     The first four arguments have the target's shape. ``logprobs`` and ``log_sum_sq_probs`` are results of
     ``linear_logprobs(..., log_sum_sq_probs=True)`` under ``torch.no_grad()``. ``mask`` is bool, true where a token
@@ -109,22 +109,22 @@ def wpo(
                 f"{name} of weights.wpo must be a floating-point tensor of mask's shape {tuple(mask.shape)}, got "
                 f"{tuple(value.shape)}, {value.dtype}"
             )
-    counts_in_segment = mask & (segments >= 0)
-    if counts_in_segment.device.type == "cpu" and not is_traced():
-        check_logprobs("logprobs of weights.wpo", logprobs[counts_in_segment])
-    log_weights = torch.where(counts_in_segment, logprobs - log_sum_sq_probs, 0.0)
-    log_sums, token_counts = _segment_sums(counts_in_segment, segments, num_segments, log_weights, counts_in_segment)
+    is_counted = mask & (segments >= 0)
+    if is_counted.device.type == "cpu" and not is_traced():
+        check_logprobs("logprobs of weights.wpo", logprobs[is_counted])
+    log_weights = torch.where(is_counted, logprobs - log_sum_sq_probs, 0.0)
+    log_sums, token_counts = _segment_sums(is_counted, segments, num_segments, log_weights, is_counted)
     segment_weights = (log_sums / token_counts.clamp(min=1.0)).exp().to(logprobs.dtype)
     return torch.where((pairs >= 0).all(1), segment_weights[pairs.clamp(min=0)].prod(1), 0.0)
 
 
 def _segment_sums(is_counted: Tensor, segments: Tensor, num_segments: int, *values: Tensor) -> list[Tensor]:
-    """Sums [num_segments] of each of ``values`` over the tokens where ``is_counted`` is true. Sums are float64, so that
-    the order in which a GPU adds does not change float32 results."""
+    """Sums [num_segments] over the tokens where ``is_counted`` is true, for each tensor of ``values``. Sums are float64
+    (``_sum_dtype``), so that the order in which a GPU adds does not change float32 results."""
     # tokens of no segment go into an extra segment at the end, which is dropped
     segment_ids = torch.where(is_counted, segments, num_segments).flatten().long()
     zeros = torch.zeros(num_segments + 1, dtype=_sum_dtype(is_counted), device=is_counted.device)
-    return [zeros.index_add(0, segment_ids, x.flatten().to(zeros.dtype))[:-1] for x in values]
+    return [zeros.index_add(0, segment_ids, addends.flatten().to(zeros.dtype))[:-1] for addends in values]
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
