@@ -1,1 +1,1 @@
-"""The head inside of other libraries' models and trainers. A library is imported with its module here, not before."""
+"""The head inside of other libraries' models and trainers. Importing a module of this package imports its library."""

@@ -1,11 +1,11 @@
-"""Axolotl's fine-tuning and pre-training on this library's head, with adapters or without: no [tokens, vocab] logits.
+"""Axolotl's fine-tuning and pre-training on this library's head, also with adapters, without [tokens, vocab] logits.
 
     plugins:
       - chunked_head.integrations.axolotl.ChunkedHeadPlugin
     chunked_head:              # optional; Axolotl checks it with the rest of the file
       memory_budget: 1GiB
 
-``patch_model`` patches the model when it has its adapters. Preference and reinforcement learning (``rl:``) raise:
+``patch_model`` patches the model after adapters are added. Preference and reinforcement learning (``rl:``) raise:
 TRL 1.14, which Axolotl 0.21 pins, computes these losses from logits in kernels of TRL.
 """
 
@@ -27,7 +27,7 @@ AXOLOTL = Framework(
 )  # fmt: skip
 TESTED_OBJECTS = AXOLOTL.tested_objects()
 BasePlugin: Any = TESTED_OBJECTS.get((BASE, "BasePlugin"), object)
-OPTIONS_KEY = "chunked_head"
+OPTIONS_KEY = "chunked_head"  # key of Axolotl's configuration
 OTHER_HEADS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
 
 
@@ -42,8 +42,8 @@ class ChunkedHeadArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_chunked_head(cls, data: Any) -> Any:
-        """Returns ``data``. ValueError for wrong options, for another library's head beside this one, and for losses
-        that do not use the model's head."""
+        """Returns ``data``, the configuration. ValueError for wrong options, for another library's head beside this
+        one, and for losses that do not use the model's head."""
         try:
             check_options(data.get(OPTIONS_KEY) or {})
         except TypeError as error:
@@ -66,7 +66,7 @@ class ChunkedHeadPlugin(BasePlugin):
         return f"{__name__}.{ChunkedHeadArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Patches the model. Axolotl calls this when the model has its adapters, before it makes a trainer."""
+        """Patches the model. Axolotl calls this method after it adds adapters, and before it makes a trainer."""
         patch_model(model, when="always", **dict(cfg.get(OPTIONS_KEY) or {}))
 
 

@@ -5,7 +5,7 @@
 replaces the import of this name from ``cut_cross_entropy``, which need not be installed. Gradients are exact: none of
 their elements is filtered out. If no token counts, the loss is 0, not nan.
 
-``translated`` and ``init_of`` read a table of another library's options. ``liger.py`` uses both functions too.
+``translated`` and ``init_of`` read a table of another library's options. ``liger.py`` uses these two functions too.
 """
 
 import enum
@@ -27,8 +27,8 @@ Translation = str | Mapping[Any, str | dict[str, Any]]
 
 
 def translated(translations: Mapping[str, Translation], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """This library's options for ``arguments``, options of another library. Names that ``translations`` lacks are left
-    out.
+    """Translates ``arguments``, another library's options by name, into this library's options. Names that are not in
+    ``translations`` are left out.
 
     Raises:
         TypeError, ValueError: a value is wrong, or has no translation. The message has the other library's name of
@@ -76,7 +76,7 @@ def init_of(function: Callable[..., Any], translations: Mapping[str, Translation
 
 SWITCH: dict[Any, str | dict[str, Any]] = {True: {}, False: {}}  # translation of a flag without an effect
 EXACT = {"accumulate_dtype": torch.float32}  # our option for gradients that are summed over chunks in fp32
-IMPLEMENTATIONS: dict[Any, str | dict[str, Any]] = {
+IMPLEMENTATIONS: dict[Any, str | dict[str, Any]] = {  # our options for each of Apple's implementations
     "cce": {}, "torch_compile": {"backend": "torch"}, "cce_exact": EXACT, "cce_kahan": EXACT, "cce_kahan_full": EXACT,
     "cce_kahan_full_c": EXACT, "cce_kahan_full_e": EXACT, "cce_kahan_full_c_full_e": EXACT,
 }  # fmt: skip
@@ -115,9 +115,9 @@ def linear_cross_entropy(
     Args:
         e, c, targets: ``hidden``, ``weight`` and ``target`` of ``chunked_head.linear_cross_entropy``.
         bias, ignore_index, softcap, memory_budget, skip_ignored: as in ``chunked_head.linear_cross_entropy``.
-        reduction: ``"mean"``, ``"sum"``, or ``"none"``: values [...] without the first ``shift`` positions.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"``: returns values [...] without the first ``shift`` positions.
         shift: pairs position t of ``e`` with target t + shift; True is 1.
-        return_lse: return the log-sum-exp too: fp32, differentiable, in the shape of values with ``reduction="none"``.
+        return_lse: return the log-sum-exp too: fp32, differentiable, [...] without the first ``shift`` positions.
         filter_eps, filter_e_grad, filter_c_grad: have no effect, since gradients are exact; ValueError for a
             ``filter_eps`` other than 0, None and "auto".
         accum_e_fp32, accum_c_fp32: if either is True, gradients are summed over chunks in fp32. If both are False, the
@@ -150,8 +150,8 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropy(OptionsModule):
-    """Apple's module of this name, called as ``module(e, c, targets, bias)``. Its options are those of
-    ``linear_cross_entropy``."""
+    """A module with the interface of Apple's module of this name, called as ``module(e, c, targets, bias)``. Options
+    are the same as of ``linear_cross_entropy``."""
 
     __init__ = init_of(linear_cross_entropy, OPTIONS)
 

@@ -1,4 +1,4 @@
-"""``Framework``: a training framework's tested versions, and the objects in it that this library replaces.
+"""``Framework``: a training framework's tested versions, and the framework's objects that this library replaces.
 
 ``call_through`` runs a function in place of a module's forward, between the module's hooks.
 """
@@ -29,10 +29,10 @@ class Framework:
         package: name of the framework on the package index.
         tested_versions: versions that the tests ran with.
         parameters_by_path: for each object that this library replaces or builds on, the names of the object's
-            parameters in order, without ``self`` and ``ctx``: ``"a, b"``. ``"a, *, c"``: the first is a, and c is among
-            the others. ``"*"``: any parameters. ``"a, b | c"``: either of two lists.
-        module: name of the framework's module. ``__version__`` of the imported module comes before the installed
-            package's version, since the module may be a checkout.
+            parameters in order, such as ``"a, b"``, without ``self`` and ``ctx``. ``"a, *, c"``: a comes first, and c
+            among the others. ``"*"``: any parameters. ``"a, b | c"``: either ``"a, b"`` or ``"c"``.
+        module: name of the framework's module. If it is imported, its ``__version__`` is the framework's version, else
+            the installed package's version is: the module may be a checkout.
         importing_modules: further modules that import the objects by their names.
     """
 
@@ -52,8 +52,8 @@ class Framework:
             raise ImportError(f"{self.package} is not installed: {command}") from None
 
     def tested_objects(self) -> dict[ObjectPath, Any]:
-        """The framework's objects whose parameters are as tested, by path. A warning names each other object, and how
-        the parameters of that object differ."""
+        """The framework's objects whose parameters are the tested ones, by path. A warning names all other objects, and
+        says how their parameters differ."""
         version, objects, differences = self.version(), dict[ObjectPath, Any](), []
         for object_path, parameter_names in self.parameters_by_path.items():
             original = REPLACEMENTS[object_path][0] if object_path in REPLACEMENTS else object_at(object_path)
@@ -75,8 +75,8 @@ class Framework:
         return len(self.tested_objects()) == len(self.parameters_by_path)
 
     def require(self, has_tested_parameters: bool, name: str) -> None:
-        """RuntimeError unless ``has_tested_parameters``: without tested parameters, our class ``name`` cannot subclass
-        the framework's class."""
+        """RuntimeError unless ``has_tested_parameters``: our class ``name`` can only subclass a class with the tested
+        parameters."""
         if not has_tested_parameters:
             raise RuntimeError(
                 f"{name} is not there for {self.package} {self.version()}, as the warning at its import says; leave it "
@@ -84,7 +84,7 @@ class Framework:
             )
 
     def replace(self, replacement_of: Callable[[ObjectPath, Any], Any]) -> None:
-        """Replaces each object whose parameters are as tested by ``replacement_of(object_path, object)``."""
+        """Puts ``replacement_of(object_path, object)`` in place of each object with the tested parameters."""
         for object_path, original in self.tested_objects().items():
             REPLACEMENTS[object_path] = original, replacement_of(object_path, original)
             self.set_object(object_path, REPLACEMENTS[object_path][1])
@@ -100,7 +100,7 @@ class Framework:
             del REPLACEMENTS[object_path]
 
     def set_object(self, object_path: ObjectPath, value: Any) -> None:
-        """Puts ``value`` at a path, and in place of the same name in each of ``importing_modules`` that is imported."""
+        """Sets the name at ``object_path`` to ``value``, also in all imported modules of ``importing_modules``."""
         *owner_names, name = object_path[1].split(".")
         for module_name in (object_path[0], *self.importing_modules):
             owner = sys.modules.get(module_name)  # the module, then the class inside of it that has the object
@@ -159,8 +159,8 @@ def call_through(module: nn.Module, compute: Callable[..., Any], *args: Any) -> 
 
 
 def check_named(options: Mapping[str, Any], known_names: Collection[str], note: str = "") -> None:
-    """Checks options by name. TypeError, whose text contains ``note``, for a name that is not among ``known_names``.
-    TypeError or ValueError for a wrong value."""
+    """Checks options by name. TypeError for a name that is not among ``known_names``; the error's text contains
+    ``note``. TypeError or ValueError for a wrong value."""
     for name, value in options.items():
         if name not in known_names:
             listing = ", ".join(sorted(known_names))

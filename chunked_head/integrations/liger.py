@@ -32,10 +32,10 @@ KERNEL_OPTIONS: dict[str, Translation] = {"chunk_mem_const": {1: {}}, "ce_impl":
 
 @dataclass
 class CrossEntropyOutput:
-    """The loss, and further results without gradient, which are None unless the call requests them.
+    """The loss, and further results without gradient. A result that the call does not request is None.
 
-    ``z_loss``: what ``lse_square_scale`` adds to the loss, in the shape of the loss. ``token_accuracy``: of the tokens
-    that count, the fraction whose target is the likeliest id; with ``reduction="none"`` 1 or 0 for each token [...].
+    ``z_loss``: what ``lse_square_scale`` adds to the loss, in the shape of the loss. ``token_accuracy``: the fraction
+    of counted tokens whose target is the likeliest id; with ``reduction="none"`` 1 or 0 for each token [...].
     ``predicted_tokens`` [...] int64: the likeliest ids, -1 where a token does not count.
     """
 
@@ -70,7 +70,7 @@ def liger_fused_linear_cross_entropy(
     *,
     memory_budget: int | str | None = None,
 ) -> Tensor | CrossEntropyOutput:
-    """Liger's functional of this name. Returns the loss, or a ``CrossEntropyOutput`` if further results are requested.
+    """Liger's function of this name. Returns the loss, or a ``CrossEntropyOutput`` if a ``return_`` argument is True.
 
     Args:
         ce_weight, lse_square_scale, accum_dtype: ``class_weights``, ``z_loss`` and ``accumulate_dtype`` of
@@ -139,7 +139,7 @@ class LigerFusedLinearCrossEntropyFunction:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Returns loss, z-loss, token accuracy and predicted tokens. The last three are None unless requested.
 
-        Arguments are those of ``liger_fused_linear_cross_entropy``. ``ce_impl`` and ``ce_mode``, which choose among
+        Arguments are as in ``liger_fused_linear_cross_entropy``. ``ce_impl`` and ``ce_mode``, which choose among
         Liger's kernels, must be None.
         """
         options = {name: value for name, value in locals().items() if name not in ("_input", "ce_impl", "ce_mode")}
@@ -151,8 +151,8 @@ class LigerFusedLinearCrossEntropyFunction:
 
 
 class LigerFusedLinearCrossEntropyLoss(OptionsModule):
-    """Liger's module of this name, called as ``module(lin_weight, _input, target, bias)``. Its options are those of
-    ``liger_fused_linear_cross_entropy``."""
+    """A module with the interface of Liger's module of this name, called as ``module(lin_weight, _input, target,
+    bias)``. Options are the same as of ``liger_fused_linear_cross_entropy``."""
 
     __init__ = init_of(liger_fused_linear_cross_entropy, OPTIONS)
 

@@ -7,9 +7,9 @@ where ``train.yaml`` may have the head's options, next to LLaMA-Factory's argume
 
     chunked_head: {memory_budget: 1GiB}
 
-LLaMA-Factory has no plugins, and its callbacks do not see a reference model. Every stage calls ``load_model``. During a
-run, another ``load_model`` patches the model that LLaMA-Factory's function returns (``patch_model``). The rest is
-LLaMA-Factory's code on lazy logits.
+LLaMA-Factory has no plugins, and its callbacks do not see a reference model. Every training
+stage calls LLaMA-Factory's ``load_model``. During a run, a function of this module takes its place: it calls the
+original and patches the returned model (``patch_model``). The rest is LLaMA-Factory's code on lazy logits.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ STAGES = ("pt", "sft", "dpo", "kto")  # training stages whose models are patched
 LOADER_PARAMETERS = "tokenizer, model_args, finetuning_args, is_trainable, add_valuehead"
 LOADING_MODULES = (*(f"llamafactory.train.{stage}.workflow" for stage in STAGES), "llamafactory.train.trainer_utils")
 LLAMAFACTORY = Framework(
-    "llamafactory", ("0.9.5",), {(path, "load_model"): LOADER_PARAMETERS for path in LOADING_MODULES}
+    "llamafactory", ("0.9.5",), {(module_name, "load_model"): LOADER_PARAMETERS for module_name in LOADING_MODULES}
 )
 # arguments whose losses this library has no part in, and what to do instead
 REFUSED_ARGUMENTS = {
@@ -41,12 +41,12 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
     """Runs ``llamafactory.train.tuner.run_exp`` with models on this head.
 
     Args:
-        args, callbacks: as in LLaMA-Factory's function. ``args=None`` reads the command line and the file that it
-            names.
-        options: options of ``patch_model``, in addition to those under ``chunked_head`` in ``args``.
+        args, callbacks: as in LLaMA-Factory's function. ``args=None`` reads the command line, and the file that the
+            command line names.
+        options: options of ``patch_model``. They override the options under ``chunked_head`` in ``args``.
 
     Raises:
-        TypeError, ValueError: an option is wrong; the stage or an argument has a loss that this library has no part in.
+        TypeError, ValueError: an option is wrong, or this library does not compute the loss of the stage or argument.
             ImportError: LLaMA-Factory is not installed.
     """
     LLAMAFACTORY.version()

@@ -5,8 +5,8 @@
 
 or ``python -m chunked_head.integrations.lm_eval run --model chunked_head_hf ...``, which is lm-eval's own command line
 with this module imported. The model's logits are lazy (``patch_model``). The continuations of a batch are scored in one
-call of ``linear_logprobs``, or of ``logits_logprobs`` where logits are computed. Order, batches and the cache of
-contexts are lm-eval's code.
+call: of ``linear_logprobs``, or of ``logits_logprobs`` if the logits have to be computed. lm-eval's code orders
+requests, makes batches and caches contexts.
 """
 
 from collections.abc import Sequence
@@ -46,15 +46,15 @@ class ChunkedHeadLM(lm_eval_models.HFLM):
     """``HFLM`` whose model computes only the rows of logits that lm-eval reads.
 
     Args:
-        pretrained, args, kwargs: of ``HFLM``.
+        pretrained, args, kwargs: as in ``HFLM``.
         memory_budget, chunk_tokens, deterministic, backend, ...: options of ``patch_model``.
 
     Log-likelihoods and greedy flags are those of fp32 logits and softmaxes, whatever ``softmax_dtype`` says.
-    ``generate_until`` is HFLM's. A model whose head is not understood is scored by HFLM, and a warning says why.
+    ``generate_until`` is HFLM's. If the head is not understood, all logits are computed, and a warning says why.
 
     Raises:
-        TypeError, ValueError: an option of the head is wrong, which is found before the model is loaded; the model is
-            an encoder-decoder.
+        TypeError, ValueError: an option of the head is wrong (found before the model is loaded), or the model is an
+            encoder-decoder.
     """
 
     def __init__(self, pretrained: Any, *args: Any, **kwargs: Any):
@@ -98,8 +98,8 @@ class ChunkedHeadLM(lm_eval_models.HFLM):
         return outcomes_in_order
 
     def batch_outcomes(self, batch: Sequence[Request], collator: Any) -> list[tuple[Any, tuple[float, bool]]]:
-        """Returns a pair for each request of a batch, and for each request that shares its context with one of the
-        batch: the texts, and the outcome (log-likelihood, whether greedy) of the continuation."""
+        """Returns pairs of a request's texts and outcome: the continuation's log-likelihood, and whether it is greedy.
+        There is a pair for each request of the batch, and for each other request with the context of one of them."""
         input_ids = [
             torch.tensor((context + ids)[-(self.max_length + 1) : -1], device=self.device) for _, context, ids in batch
         ]
@@ -117,15 +117,15 @@ class ChunkedHeadLM(lm_eval_models.HFLM):
             for request_texts, request_ids, request_rows in collator.get_cache(texts, context, ids, row_indices):
                 last_rows = request_rows.flatten()[-len(request_ids) :]
                 scored_requests.append((request_texts, torch.tensor(request_ids, device="cpu"), last_rows))
-        texts_of, ids_of, row_indices_of = zip(*scored_requests, strict=True)
-        scored_logits = logits.flatten(0, 1)[torch.cat(row_indices_of).to(logits.device)]
-        logprobs, is_greedy = scores(scored_logits, torch.cat(ids_of).to(logits.device))
-        continuation_lengths = [len(ids) for ids in ids_of]
+        texts_by_request, ids_by_request, rows_by_request = zip(*scored_requests, strict=True)
+        scored_logits = logits.flatten(0, 1)[torch.cat(rows_by_request).to(logits.device)]
+        logprobs, is_greedy = scores(scored_logits, torch.cat(ids_by_request).to(logits.device))
+        continuation_lengths = [len(ids) for ids in ids_by_request]
         logprob_sums = [
             float(logprobs_of_ids.sum()) for logprobs_of_ids in logprobs.cpu().double().split(continuation_lengths)
         ]
         are_greedy = [bool(is_greedy_of_ids.all()) for is_greedy_of_ids in is_greedy.cpu().split(continuation_lengths)]
-        return list(zip(texts_of, zip(logprob_sums, are_greedy, strict=True), strict=True))
+        return list(zip(texts_by_request, zip(logprob_sums, are_greedy, strict=True), strict=True))
 
 
 @torch.no_grad()

@@ -4,8 +4,8 @@
     processor = OutputProcessor(memory_budget="1GiB")
     losses = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, output_processor=processor)
 
-or ``attach_head(model)`` once, after which every forward with labels uses a processor. The head is vocabulary- and
-sequence-parallel if the model's output layer is. Values differ only where Megatron rounds logits to 16 bits.
+or ``attach_head(model)`` once: then every forward with labels uses a processor. If the model's output layer is
+vocabulary-parallel or sequence-parallel, the head is too. Values differ only where Megatron rounds logits to 16 bits.
 """
 
 import functools
@@ -48,23 +48,23 @@ class OutputProcessor:
         logprobs: False: the processor returns losses per token [batch, sequence], fp32, as the model does for labels.
             True: it returns log-probabilities of the labels.
         entropy: with ``logprobs``, the processor returns ``(logprobs, entropy)``.
-        temperature: of the log-probabilities: a number, or a tensor [batch, sequence] of the batch of the next call.
+        temperature: of the log-probabilities: a number, or a tensor [batch, sequence] for the batch of the next call.
         reduction: ``"none"``, or ``"sum"``: the processor returns the sum of losses weighted by ``loss_mask``, a
-            scalar, for a loss function of the caller. Gradients are made in the forward pass then: three matmuls rather
-            than four.
+            scalar. A loss function of the caller has to take the sum. Gradients are then made in the forward pass, by
+            three matmuls rather than four.
         options: options of ``chunked_head.Execution``, and ``softcap``. ``accumulate_into="main_grad"`` adds the
             weight's gradient to the buffer that Megatron's own layer adds to; with ``reduction="sum"`` the upstream
             gradient must be 1.
 
-    Values and gradients are 0 where ``loss_mask`` is 0. In a model with multi-token prediction this is the main loss:
-    Megatron computes the losses of further tokens from logits, before it calls the processor.
+    Values and gradients are 0 where ``loss_mask`` is 0. In a model with multi-token prediction, the processor
+    returns the main loss. Megatron computes the losses of further tokens from logits, before it calls the processor.
     """
 
     def __init__(
         self,
         *,
-        logprobs: bool = False,
-        entropy: bool = False,
+        logprobs: bool = False,  # True: results are log-probabilities, not losses
+        entropy: bool = False,  # True: results have entropies too
         temperature: float | Tensor = 1.0,
         reduction: str = "none",
         **options: Unpack[HeadOptions],
@@ -97,9 +97,9 @@ class OutputProcessor:
         **unread_arguments: Any,
     ) -> Any:
         if unread_arguments.keys() - UNREAD_ARGUMENTS:
-            new_arguments = ", ".join(sorted(unread_arguments.keys() - UNREAD_ARGUMENTS))
+            new_names = ", ".join(sorted(unread_arguments.keys() - UNREAD_ARGUMENTS))
             warnings.warn(
-                f"Megatron gives output_processor {new_arguments} too, which chunked_head does not read", stacklevel=2
+                f"Megatron gives output_processor {new_names} too, which chunked_head does not read", stacklevel=2
             )
         refuse({
             "output_processor_context must be None: OutputProcessor has temperature=, logprobs= and entropy=":
@@ -109,8 +109,8 @@ class OutputProcessor:
         })  # fmt: skip
         check_layer(output_layer, config, "softcap" in self.options)
         logit_scale = float(config.mup_output_mult) if getattr(config, "use_mup", False) else 1.0
-        values_of = functools.partial(self.values, output_layer, labels, loss_mask, logit_scale)
-        return call_through(output_layer, values_of, hidden_states, output_weight)
+        compute_values = functools.partial(self.values, output_layer, labels, loss_mask, logit_scale)
+        return call_through(output_layer, compute_values, hidden_states, output_weight)
 
     def values(
         self,
@@ -151,7 +151,7 @@ class OutputProcessor:
 
 
 class RankLayout:
-    """Layout of an output layer's operands over the ranks of its tensor-parallel group."""
+    """Distribution of an output layer's tokens and weight over the ranks of the layer's tensor-parallel group."""
 
     def __init__(self, layer: Any):
         self.group = getattr(layer, "tp_group", None)
@@ -197,8 +197,8 @@ class GatheredValues(torch.autograd.Function):
 
 def check_layer(layer: Any, config: Any, has_softcap: bool) -> None:
     """ValueError if an output layer does more than a product, if the layer's weight is sharded over a second group, or
-    if Megatron computes the weight's gradient from tensors that the layer stores. ``has_softcap``: the caller has said
-    what the layer does to logits."""
+    if Megatron computes the weight's gradient from tensors that the layer stores. ``has_softcap``: the caller has
+    passed ``softcap``; then the layer's forward is not checked."""
     forward_module = inspect.getmodule(type(layer).forward)
     if not has_softcap and (
         "forward" in vars(layer) or forward_module is None or forward_module.__name__ not in PRODUCT_MODULES
@@ -218,8 +218,8 @@ def attach_head(model: Any, **options: Any) -> Any:
     """Makes every forward of a model with labels use ``OutputProcessor(**options)``, by a forward pre-hook.
 
     Args:
-        model: a GPTModel, a wrapper of it (DDP, Float16Module), or a list of such. Models without an output layer, on
-            other pipeline stages, do not change.
+        model: a GPTModel, a wrapper of it (DDP, Float16Module), or a list of both. A model without an output
+            layer, on another pipeline stage, does not change.
 
     Returns:
         ``model``, so that this function can be a pre-wrap hook of Megatron-Bridge's model provider. If GPTModel's

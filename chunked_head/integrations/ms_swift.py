@@ -6,7 +6,7 @@
 
     swift sft --external_plugins head.py --callbacks chunked_head ...
 
-The callback patches a trainer's model and reference model when the trainer has been made (``patch_model``). Losses and
+At the end of a trainer's ``__init__``, the callback patches the trainer's models (``patch_model``). Losses and
 metrics are ms-swift's code on lazy logits.
 """
 
@@ -27,8 +27,7 @@ MODEL_ATTRIBUTES = ("model", "ref_model", "teacher_model")  # attributes of a tr
 
 
 def register(**options: Any) -> None:
-    """Makes ``--callbacks chunked_head`` known to ms-swift. The options of a later call replace those of an earlier
-    one.
+    """Makes ``--callbacks chunked_head`` known to ms-swift. A later call replaces the options of an earlier call.
 
     Args:
         options: ``memory_budget``, ``chunk_tokens``, ``deterministic``, ... as in ``patch_model``.
@@ -36,7 +35,7 @@ def register(**options: Any) -> None:
     Raises:
         TypeError, ValueError: an option is wrong. ImportError: ms-swift is not installed.
 
-    If ms-swift's callbacks differ from those of version 4.6, a warning says so, and this callback does nothing.
+    If ms-swift's callbacks are not as in version 4.6, a warning says so, and nothing is patched.
     """
     check_options(options)
     tested_objects = SWIFT.tested_objects()

@@ -29,12 +29,12 @@ LinearCrossEntropy: Any = object_at(BASE_PATH) if IS_SUPPORTED else object
 
 
 class ChunkedHeadCrossEntropy(LinearCrossEntropy):
-    """A loss with the arguments of Automodel's ``FusedLinearCrossEntropy``, which does not need ``cut_cross_entropy``.
+    """A loss with the arguments of Automodel's ``FusedLinearCrossEntropy``, without the package ``cut_cross_entropy``.
 
     Args:
         ignore_index: label of tokens that do not count.
         logit_softcapping: bound of the logits by tanh; no bound for 0 or None.
-        reduction: ``"mean"``, or ``"sum"``, which a call divides by ``num_label_tokens`` unless that is None.
+        reduction: ``"mean"`` or ``"sum"``. A call with ``num_label_tokens`` divides the sum by this number.
         label_smoothing, z_loss: as in ``chunked_head.linear_cross_entropy``.
         options: as in ``chunked_head.Execution`` without ``parallel`` and ``accumulate_into``.
     """

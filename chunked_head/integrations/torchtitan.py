@@ -4,7 +4,7 @@
     config = llama3_8b()  # a config function of torchtitan's registry, or of yours
     config.loss = ChunkedHeadLoss.Config()
 
-The trainer gives this loss the output layer, and stops the model before that layer, as it does for
+The trainer gives the output layer to this loss, and the model returns hidden states, as with
 ``ChunkedLossWrapper``.
 """
 

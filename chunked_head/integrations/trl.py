@@ -13,13 +13,13 @@ both:
 
 Values differ from TRL's only where TRL rounds logits to 16 bits.
 
-Gradients are made in backward, when the loss that TRL computes from the statistics is known: four matmuls, or two where
-the head is frozen, as it is under LoRA. A frozen head takes three if the loss has a gradient of entropies too, as
-GRPO's has with ``entropy_coef``.
+Gradients are made in backward, when the loss that TRL computes from the statistics is known. This takes four matmuls;
+with a frozen head (as under LoRA) two, or three if the loss has a gradient by entropies too (GRPO with
+``entropy_coef``).
 
 ``patch_trl(losses=("SFT",))`` derives SFT's loss from its config and batch, and makes gradients along with the
 statistics: three matmuls. TRL computes its loss all the same. Backward compares the gradient of TRL's loss with the
-foreseen one; if they differ, it computes logits and gradients again.
+gradient of the derived loss. If they differ, backward computes logits and gradients again.
 """
 
 import contextlib
@@ -46,10 +46,10 @@ from ..losses.base import Losses
 from .frameworks import Framework, ObjectPath, check_named
 from .huggingface.fused import mean_logits
 
-OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic", "backend")
+OPTIONS = ("memory_budget", "chunk_tokens", "accumulate_dtype", "deterministic", "backend")  # names that users pass
 OUTPUT_NAMES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-OutputTuple = tuple[Tensor | None, ...]
-RunFunction = Callable[[Tensor, Tensor, Tensor | None], OutputTuple]
+OutputTuple = tuple[Tensor | None, ...]  # a tensor [N] or None for each output
+RunFunction = Callable[[Tensor, Tensor, Tensor | None], OutputTuple]  # (hidden, weight, bias) -> outputs for TRL
 # Returns the foreseen loss [], its derivatives [N] by the tokens' log-probabilities, and what a RunFunction returns
 RunWithLossFunction = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, OutputTuple]]
 # the SFTTrainer whose step runs, and the batch of that step; None outside of a step
@@ -182,7 +182,7 @@ class DivergenceSeam:
 
 
 def product_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias in the dtype of the hidden states, as TRL casts them; unchanged under autocast."""
+    """Weight and bias, cast to the dtype of the hidden states as in TRL; under autocast unchanged."""
     if torch.is_autocast_enabled(hidden.device.type):
         return weight, bias
     return weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
@@ -207,7 +207,7 @@ def loss_and_statistics(
     metric_functions: tuple[metrics.Metric, ...], temperature: float, **head_options: Any,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """Returns the sum [] of ``loss`` over all tokens, the derivatives [N] of the sum by the tokens' log-probabilities,
-    and the statistics [N] of the tokens by name. The gradients of the sum are made in this pass."""
+    and the statistics [N] of the tokens by name. The sum's gradients are computed in the same pass."""
     options: Any = head_options
     call: Call[Any] = call_of(
         "linear_loss", hidden, weight, targets, options, temperature=temperature, losses=loss, metrics=metric_functions,
@@ -234,8 +234,8 @@ def run_inner_graph(
 
 
 class InnerGraphFunction(torch.autograd.Function):
-    """An autograd function whose forward builds an inner graph, and whose backward runs the inner graph with complete
-    parameters."""
+    """An autograd function. Its forward builds an inner graph of ``run``. Its backward gathers complete parameters, and
+    runs the backward of the inner graph."""
 
     @staticmethod
     def forward(
@@ -306,7 +306,7 @@ def factor_of(slopes: Tensor, upstream: OutputTuple) -> Tensor | None:
 
 def sft_loss(num_tokens: int) -> tuple[Losses, dict[str, Tensor]] | None:
     """Returns the loss of the SFT step that runs, and the loss's fields [tokens] by name; None if no SFT step runs.
-    ``num_tokens``: number of rows that TRL passes to the head: all tokens of the batch, or those that count."""
+    ``num_tokens``: number of rows that TRL passes to the head: all tokens of the batch, or all that count."""
     trainer_and_batch = SFT_STEP.get()
     if trainer_and_batch is None or not num_tokens or torch.compiler.is_compiling():
         return None
@@ -364,7 +364,7 @@ SFT = Framework(
 def replacement_functions(
     options: Execution, losses: Collection[str] = ()
 ) -> list[tuple[Framework, Callable[[ObjectPath, Any], Any]]]:
-    """Pairs of a framework and the argument of its ``Framework.replace``: a function that returns the replacement of an
+    """Pairs of a framework and the argument for ``framework.replace``: a function that returns the replacement of an
     object. TypeError or ValueError for wrong arguments."""
     check_named(options, OPTIONS)
     if tuple(losses) not in ((), ("SFT",)):
@@ -380,17 +380,17 @@ def replacement_functions(
 
 
 def patch_trl(*, losses: Collection[str] = (), **options: Unpack[Execution]) -> None:
-    """Makes TRL's losses use this library's head, also those of models and trainers made before the call.
+    """Makes TRL's losses use this library's head, also in trainers that were made before the call.
 
     Args:
         losses: ``("SFT",)`` makes the gradients of ``SFTTrainer`` along with log-probabilities, in three matmuls
             instead of four; a frozen head takes two in both cases. TRL still computes its loss and metrics. If the
-            gradient of TRL's loss is not the foreseen one, gradients are computed again, with a warning.
+            gradient of TRL's loss differs from the foreseen gradient, gradients are computed again, with a warning.
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``deterministic``, ``backend`` of every
-            call, as in ``linear_logprobs``. The options of a later ``patch_trl`` replace those of an earlier one.
+            call, as in ``linear_logprobs``. A later call of ``patch_trl`` replaces all options of an earlier call.
 
-    A weight whose dtype is not that of the hidden states is cast as a whole, and the budget does not count the copy: an
-    fp32 weight with 16-bit activations and no autocast, or ``cast_lm_head_to_fp32``.
+    If weight and hidden states have different dtypes, the weight is cast as a whole, and the budget does not count the
+    copy. Examples: an fp32 weight with 16-bit activations and no autocast; ``cast_lm_head_to_fp32``.
 
     Raises:
         TypeError, ValueError: an option is wrong for every call. ImportError: TRL is not installed.

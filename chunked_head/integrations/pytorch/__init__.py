@@ -38,7 +38,7 @@ OpCall = namedtuple("OpCall", [name.split()[-1] for name in SCHEMA[: SCHEMA.inde
 
 
 def operands_with_flags(call: Any) -> list[tuple[Tensor | None, bool]]:
-    """Pairs for input, weight and bias: the operand, and whether the call computes its gradient."""
+    """Pairs for input, weight and bias: the operand, and True if the call computes the operand's gradient."""
     return [
         (call.input, call.compute_input_grad), (call.linear_weight, call.compute_linear_weight_grad),
         (call.linear_bias, call.compute_linear_bias_grad),
@@ -94,18 +94,18 @@ def loss_and_gradients(call: Any, options: Execution) -> list[Tensor]:
             has_counted = torch.where(is_counted, call.weight.detach()[ids], 0.0).sum() != 0
         one_or_nan = torch.where(has_counted, one_or_nan, torch.nan)
     differentiable_leaves = [leaf for leaf in leaf_operands if leaf is not None and leaf.requires_grad]
-    grads_left = iter(torch.autograd.grad(loss, differentiable_leaves, one_or_nan) if differentiable_leaves else ())
+    grad_iterator = iter(torch.autograd.grad(loss, differentiable_leaves, one_or_nan) if differentiable_leaves else ())
     empty_grads = [call.input.new_empty(size) for size in ((0, 0), (0, 0), (0,))]
     grads = [
-        next(grads_left).to(call.input.dtype) if leaf is not None and leaf.requires_grad else placeholder
+        next(grad_iterator).to(call.input.dtype) if leaf is not None and leaf.requires_grad else placeholder
         for leaf, placeholder in zip(leaf_operands, empty_grads, strict=True)
     ]
     return [(loss.detach() * one_or_nan).to(call.input.dtype), *grads]
 
 
 class Override:
-    """A registration of our kernels, until ``undo`` or the end of a ``with`` block. Nothing is registered for an
-    ``operator`` of None."""
+    """A registration of our kernels, until ``undo`` or the end of a ``with`` block. With ``operator=None`` no kernel is
+    registered."""
 
     current_override: "Override | None" = None  # the registration in effect
 
@@ -152,8 +152,8 @@ def override_torch(**options: Unpack[Execution]) -> Override:
 
     Args:
         options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``skip_ignored``, ``deterministic``,
-            ``backend`` of every call, as in ``linear_cross_entropy``. The options of a later ``override_torch`` replace
-            those of an earlier one.
+            ``backend`` of every call, as in ``linear_cross_entropy``. A later call of ``override_torch`` replaces all
+            options of an earlier call.
 
     Returns:
         A handle with ``undo()``, which is also a context manager. If this PyTorch has no such operator, or one with

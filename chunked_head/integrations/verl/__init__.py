@@ -49,16 +49,16 @@ def linear_cross_entropy(
     """Log-probabilities of ``labels`` and entropies, both fp32 and differentiable, with verl's signature.
 
     Args:
-        hidden, labels: tokens are in the same order in both. Leading dimensions may differ by dimensions of 1 or by
-            flattening, as Megatron's [sequence, 1, hidden] and [1, sequence] do.
-        temperature: divides the logits: a number, a 0-d tensor, or a tensor of labels' shape, with one for each token.
+        hidden, labels: tokens are in the same order in both. Leading dimensions may differ by dimensions of 1, as in
+            Megatron's [sequence, 1, hidden] and [1, sequence], or by flattening.
+        temperature: divides the logits: a number, a 0-d tensor, or a tensor of labels' shape.
         reduction: of the log-probabilities: ``"none"``, ``"sum"`` or ``"mean"``. Entropies are always per token.
-        dist_process_group: ranks that hold consecutive rows of the weight, the same number each.
+        dist_process_group: ranks that hold consecutive rows of the weight. All ranks hold the same number of rows.
         mask: bool, in the shape of labels: tokens that count, such as those of responses. Other tokens, and tokens
             whose label is -100, have value 0 and no gradient; with ``skip_ignored=True`` they cost no matmul.
-        reduce_dhidden: whether this function sums the gradient of ``hidden`` over ``dist_process_group``. verl's
-            kernels do not, since ``hidden`` comes from Megatron's gather of sequences, whose backward sums. None: False
-            if ``hidden`` comes from that gather; otherwise ValueError, since the gradient could be wrong.
+        reduce_dhidden: True: this function sums the gradient of ``hidden`` over ``dist_process_group``. False: the
+            graph before it does, as the backward of Megatron's gather of sequences. None: False if that gather made
+            ``hidden``; otherwise ValueError, since the gradient could be wrong.
         options: as in ``chunked_head.Execution``.
 
     Returns:
@@ -114,8 +114,8 @@ class FusedLinearForPPO(nn.Module):
 
 
 def sums_dhidden(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> bool:
-    """True if this library has to sum the gradient of ``hidden`` over ``group``, False if the graph that made
-    ``hidden`` does. ValueError if neither is known."""
+    """True if this library has to sum the gradient of ``hidden`` over ``group``. False if the graph that made
+    ``hidden`` sums it. ValueError if this is not known."""
     if reduce_dhidden is not None:
         return reduce_dhidden
     if torch.distributed.get_world_size(group) == 1 or not (hidden.requires_grad and torch.is_grad_enabled()):
@@ -130,8 +130,8 @@ def sums_dhidden(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> boo
 
 
 def flat_tokens(name: str, value: Any, labels: Tensor) -> Any:
-    """Flattens ``value`` to [tokens]; returns ``value`` if it is no tensor. ValueError for a tensor of another shape
-    than that of labels. ``name``: name of the argument, for errors."""
+    """Flattens ``value`` to [tokens]; returns ``value`` if it is no tensor. ValueError for a tensor in
+    another shape than labels. ``name``: name of the argument, for errors."""
     if not isinstance(value, Tensor):
         return value
     if value.shape != labels.shape:
@@ -154,8 +154,8 @@ def patch_verl(*, reduce_dhidden: bool | None = None, **options: Unpack[Executio
     """
     check_named(options, Execution.__annotations__.keys() - {"parallel"})
     function = functools.partial(linear_cross_entropy, reduce_dhidden=reduce_dhidden, **options)
-    module = type("FusedLinearForPPO", (FusedLinearForPPO,), {"options": dict(options)})
-    VERL.replace(lambda object_path, _: module if object_path[1] == module.__name__ else function)
+    module_class = type("FusedLinearForPPO", (FusedLinearForPPO,), {"options": dict(options)})
+    VERL.replace(lambda object_path, _: module_class if object_path[1] == module_class.__name__ else function)
 
 
 def unpatch_verl() -> None:
