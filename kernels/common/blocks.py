@@ -95,9 +95,9 @@ def descaled(
     columns,
 ):
     """Returns logits from the product of e4m3 operands: multiplies by the scales of hidden states and weight, and adds
-    the outer product of ``hidden_common`` and ``weight_common``. The outer product is the logits' share of the
-    direction that was subtracted from hidden states (``Quantised``). A pointer of None leaves out the scales, or the
-    outer product."""
+    the outer product of ``hidden_common`` and ``weight_common``. The outer product restores the
+    component of hidden states that was subtracted from them (``Quantised``). No scales if ``hidden_scale_ptr`` is None;
+    no outer product if ``weight_common_ptr`` is None."""
     if hidden_scale_ptr is not None:
         scale = tl.load(hidden_scale_ptr + offs_row, mask=offs_row < rows, other=0.0) * tl.load(weight_scale_ptr)
         product = product * scale[:, None]
@@ -155,8 +155,8 @@ def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def counted_rows(count_ptr, first_row, rows):
-    """The number of the chunk's rows that count. The call's rows that count come first: ``count_ptr`` [] has their
-    number; None: all count. ``first_row``: index of the chunk's first row. ``rows``: number of the chunk's rows."""
+    """Returns how many of a chunk's ``rows`` rows count. Rows that count come first in a call. ``count_ptr`` [] holds
+    the number of them in the call; None: all rows count. ``first_row``: index in the call of the chunk's first row."""
     if count_ptr is not None:
         return tl.minimum(tl.maximum(tl.load(count_ptr) - first_row, 0), rows).to(tl.int32)
     else:

@@ -97,13 +97,13 @@ def launch(grid, {arguments}, *, {constants}num_warps, num_stages=None):
 
 
 class DescriptorFields:
-    """A function that returns the fields which a kernel's C function takes in place of a descriptor. Each argument of a
-    compiled kernel that is a descriptor has its own function."""
+    """A function that returns the fields which a kernel's C function takes in place of a descriptor. A compiled
+    kernel has one such function for each argument that is a descriptor."""
 
     def __init__(self, expand_descriptors: Callable[..., Sequence[Any]] | None, num_leading: int, is_unpacked: bool):
         """``expand_descriptors``: Triton's function that returns its arguments with each descriptor replaced by its
         fields; None if the C function takes descriptors. ``num_leading``: number of the C function's arguments before
-        the kernel's. ``is_unpacked``: the kernel's arguments follow one by one; False: as a tuple."""
+        the kernel's arguments. ``is_unpacked``: True if the C function takes these one by one, False if as a tuple."""
         self.expand, self.leading, self.is_unpacked = expand_descriptors, (None,) * num_leading, is_unpacked
 
     def __call__(self, descriptor: Any) -> tuple:
@@ -181,7 +181,7 @@ def is_plain(kernel: Any) -> bool:
 
 
 class Launcher:
-    """A kernel with Triton's call, ``kernel[grid](*arguments, **constants)``; constants are passed by name.
+    """A kernel that is called as in Triton, ``kernel[grid](*arguments, **constants)``; constants are passed by name.
 
     Where Triton might do more than launch a compiled kernel (under the interpreter, with a hook or a setting, in an
     unknown version), Triton launches the kernel.

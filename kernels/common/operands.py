@@ -1,4 +1,4 @@
-"""Arguments of launches in several folders: memory of strips, and matrices as descriptors or pointers.
+"""Arguments that launches in several folders share: tensors of strips, and matrices as descriptors or pointers.
 
 Triton checks each new descriptor, which takes time: a descriptor of one address, shape and block is made once.
 """
@@ -23,8 +23,8 @@ def strip_rows(rows: int) -> int:
 
 
 def strip_stride(stored: Stored, teacher: TeacherSoftmax | None) -> int:
-    """The stride from strip to strip of the offsets of relative logits; 0 without any. Offsets of student and teacher
-    must have the same stride."""
+    """The stride from strip to strip of relative logits' offsets [strips, rows]; 0 if no logits are relative. The
+    offsets of student and teacher must have the same stride."""
     stored_logits = (stored,) if teacher is None else (stored, teacher.stored)
     strides = {logits.offset.stride(0) for logits in stored_logits if logits.offset is not None} or {0}
     assert len(strides) == 1, "buffers of relative logits are for equally many rows"
@@ -32,14 +32,15 @@ def strip_stride(stored: Stored, teacher: TeacherSoftmax | None) -> int:
 
 
 def teacher_operands(teacher: TeacherSoftmax | None) -> tuple[Any, ...]:
-    """A generated kernel's arguments for a dense teacher, in the order of ``sums.FLAT``; none without a teacher."""
+    """A generated kernel's arguments for a dense teacher, in the order of ``sums.FLAT``; () without a teacher."""
     if teacher is None:
         return ()
     return *teacher.stored[:3], *teacher[1:], teacher.stored.logits.stride(0), *teacher.stored.transform
 
 
 class Strips(NamedTuple):
-    """Tensors [strips, rows] fp32 that the logits matmul writes, with strides of ``strip_rows``."""
+    """Tensors [strips, rows] that the logits matmul writes, fp32 but for ids, with strides of ``strip_rows``.
+    A strip is a range of columns of the logits; each row has an offset and sums for each strip."""
 
     offset: torch.Tensor  # subtracted from logits before the exponential or the store
     sums: tuple[torch.Tensor, ...]  # for each softmax the sum of exponentials
@@ -50,8 +51,8 @@ class Strips(NamedTuple):
     def empty(
         cls, rows: int, strips: int, device: torch.device, statistics: Sequence[Sequence[Statistic]] = ((),)
     ) -> "Strips":
-        """Strips of uninitialised memory. ``statistics``: for each softmax the list of its statistics. Vectors of ids
-        are int32."""
+        """Strips of uninitialised memory. ``statistics``: for each softmax the list of its statistics. Vectors that
+        hold ids are int32."""
         tensor_count = 1 + sum(1 + sum(len(statistic.vectors) for statistic in group) for group in statistics)
         tensors = iter(empty(tensor_count, strips, strip_rows(rows), dtype=torch.float32, device=device).unbind())
 
@@ -102,7 +103,7 @@ DESCRIPTORS: Cache[tuple, TensorDescriptor] = Cache(4096)
 
 
 class Address:
-    """The address and dtype of a tensor, in place of the tensor in a cached descriptor, which outlives the tensor."""
+    """The address and dtype of a tensor. A cached descriptor, which outlives the tensor, holds these instead."""
 
     def __init__(self, tensor: torch.Tensor):
         self.address, self.dtype = tensor.data_ptr(), tensor.dtype
@@ -125,14 +126,13 @@ def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
 
 
 def row_stride(tensor: torch.Tensor | None, tile: Tile) -> int:
-    """A kernel's argument for the stride of a matrix from row to row: 0 for tiles with descriptors, which read no
-    stride, and for None."""
+    """A kernel's argument for the stride of a matrix from row to row; 0 if descriptors or None make it unread."""
     return 0 if tensor is None or tile.described else tensor.stride(0)
 
 
 def even(columns: int, tile: Tile) -> bool:
-    """True if a loop over a matrix's columns needs no mask: ``columns`` is a multiple of the tile's step, or the tensor
-    copy engine fills with zeros."""
+    """True if a loop over a matrix's columns needs no mask: ``columns`` is a multiple of the tile's ``block_k``, or
+    the tile has descriptors, which load zeros past the last column."""
     return tile.described or columns % tile.block_k == 0
 
 

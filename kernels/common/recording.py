@@ -63,7 +63,7 @@ def extent(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
 
 
 class EncodedDescriptor:
-    """A descriptor of the tensor at ``place`` among a kernel's arguments, with a cache of its encoded fields."""
+    """An argument of a kernel: a descriptor of the tensor at ``place``, with a cache of its encoded fields."""
 
     def __init__(self, place: TensorPlace, block: Sequence[int], fields_of: Callable[[Any], tuple] | None, count: int):
         """``block``: shape of the descriptor's block. ``fields_of``: returns the ``count`` fields that the kernel takes
@@ -72,7 +72,7 @@ class EncodedDescriptor:
         self.fields_by_address: dict[int, tuple] = {}  # by the tensor's address
 
     def fields_at(self, address: int, tensors: Sequence[torch.Tensor]) -> tuple:
-        """Returns the encoded fields of a descriptor for the tensor, which lies at ``address``, and keeps them if the
+        """Returns the encoded fields of a descriptor of the tensor, which lies at ``address``. Caches the fields if the
         kernel takes fields. ``tensors``: one for each slot."""
         descriptor = described(self.place.view(tensors), *self.block)
         if self.fields_of is None:
@@ -132,7 +132,7 @@ class Recorder:
         return TensorPlace(0, 0, dtype, tuple(shape), tuple(stride))
 
     def place_of(self, tensor: torch.Tensor) -> TensorPlace:
-        """The place of a tensor. Refuses the sweep if no slot contains it."""
+        """The place of a tensor. Refuses the sweep if no slot contains the tensor."""
         if tensor.numel() == 0:  # without memory, so that it must be the slot's tensor itself
             slot = next((slot for slot, slot_tensor in enumerate(self.tensors) if slot_tensor is tensor), None)
             self.is_refused |= slot is None
@@ -195,7 +195,7 @@ class Recorder:
         self, function: Callable[..., Any], *arguments: Any, written_tensors: Sequence[torch.Tensor] = ()
     ) -> None:
         """Records a call of ``function``: a launch by Triton, or operators of torch. ``written_tensors``: the arguments
-        to which operators have written, once for each write."""
+        to which operators have written; an argument is listed once for each write."""
         step_arguments: list[Argument] = []
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
@@ -225,7 +225,7 @@ class Recorder:
 
 
 def is_row(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """True for an fp32 vector as long as ``reference``, of a multiple of ALIGNMENT bytes."""
+    """True if ``tensor`` is an fp32 vector of the length of ``reference`` and has a multiple of ALIGNMENT bytes."""
     return tensor.dtype == torch.float32 and tensor.shape == reference.shape and tensor.nbytes % ALIGNMENT == 0
 
 

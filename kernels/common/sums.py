@@ -43,7 +43,7 @@ def below_q(
     q,
     tie_tolerance,  # relative difference up to which p and q count as equal; None for 0
 ):
-    """``p (1 - sign(p - q))``: 2 p where p is below q, p where they are equal, else 0; nan where one of them is nan."""
+    """``p (1 - sign(p - q))``: 2 p where p < q, p where p and q are equal, else 0; nan where p or q is nan."""
     max_difference = 0.0 * p
     if tie_tolerance is not None:
         max_difference = tl.maximum(p, q) * tie_tolerance
@@ -99,10 +99,10 @@ def tvd_terms(log_p, log_q, p, q, tie_tolerance):
 
 @triton.jit
 def tvd_gradient(log_p, log_q, p, q, total, tie_tolerance):
-    """``p (sign(p - q) - sum_j p_j sign_j) / 2``, computed with 1 subtracted from each sign. ``total``: sum of slopes.
+    """``p (sign(p - q) - sum_j p_j sign(p_j - q_j)) / 2``, computed with ``sign - 1``. ``total``: the sum of slopes.
 
-    For p above 3/4 the sum decides the sign. Where student and teacher both put nearly all probability on one column,
-    the sign of ``p - q`` could else differ between the sum and the column by rounding."""
+    For p above 3/4 the sum decides the sign: otherwise, where student and teacher both put nearly all probability on
+    one column, rounding could make the sign of ``p - q`` differ between the sum and the column."""
     sum_below = -2.0 * total
     by_sum = tl.where(sum_below < 1.0 - 0.5 * p, 0.0, tl.where(sum_below > 1.0 + 0.5 * p, 2.0 * p, p))
     return 0.5 * (p * sum_below - tl.where(p > 0.75, by_sum, below_q(p, q, tie_tolerance)))
@@ -120,7 +120,7 @@ def overlap_gradient(log_p, log_q, p, q, total, tie_tolerance):
 
 @triton.jit
 def within(term, in_columns):
-    """Returns ``term`` of a user's function; 0 where ``in_columns`` is false. None: true for all columns."""
+    """Returns ``term`` of a user's function; 0 where ``in_columns`` is false. None is true everywhere."""
     if in_columns is None:
         return term
     else:
@@ -140,7 +140,7 @@ def user_term(coefficient, slope, p, in_columns):
 
 
 class SumKind(NamedTuple):
-    """The properties of ``SumVectors`` on which the code of a kernel depends, in the order of its fields."""
+    """The properties of a ``SumVectors`` on which the code of a kernel depends, in the order of fields there."""
 
     function: SumFunction
     view: int = 0  # index of the softmax p

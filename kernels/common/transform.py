@@ -1,7 +1,7 @@
 """Functions that load stored logits and return the softmax's logits, with bias, scale and cap.
 
-Raw logits get bias, scale and cap after the load. Relative logits have these already, and get the offset of their strip
-added.
+Bias, scale and cap are applied to raw logits after the load. In relative logits they are applied already; after the
+load the offset of a logit's strip is added.
 """
 
 import triton

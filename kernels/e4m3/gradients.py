@@ -1,13 +1,13 @@
 """Operands in e4m3 of the two products that make gradients from stored exponentials E.
 
-The gradient of a row's logits is the sum of two parts. The sparse part has the target and the row's heavy ids, at most
-1 + SLOTS numbers in fp32. Their exponentials are set to 0. The dense part is ``factor * E`` of all other ids, in e4m3:
-a power of 2, ``divisor``, divides each row of E, so that its largest number is at most 448. The divisor comes from the
-sums of E over strips of columns. A sum bounds the numbers in its strip, so no pass over E looks for the largest.
+The gradient of a row's logits is the sum of two parts. The sparse part has the gradients at the target and at the row's
+heavy ids (``heavy.py``), at most 1 + SLOTS numbers in fp32; E is set to 0 at these ids. The dense part is ``factor *
+E`` of all other ids, in e4m3: a power of 2, ``divisor``, divides a row of E, so that the row's largest number is at
+most 448. The divisor comes from the sums of E over strips of columns: a sum bounds the numbers in its strip.
 
-dweight sums over rows, so the other operand must contain the row's divisor: it is ``hidden_factor = factor * divisor``
-times the row's hidden state. One power of 2 scales this operand for all rows. A vector ``m``, about the mean of the
-hidden states, is subtracted before they are rounded. For any m
+dweight sums over rows, so its other operand must contain the row's divisor: this operand is the row's hidden state
+times ``hidden_factor = factor * divisor``, scaled by one power of 2 for all rows. A vector ``m``, about the mean of the
+hidden states, is subtracted from hidden states before they are rounded. For any m
 
     E.T @ (factor * hidden) = e4m3(E / divisor).T @ e4m3(hidden_factor * (hidden - m)) + outer(factor @ E, m)
 
@@ -71,7 +71,7 @@ def split_sparse_kernel(
     STRIPS: tl.constexpr,  # power of 2 from the number of strips on
     BLOCK: tl.constexpr,
 ):
-    """Writes the sparse part of BLOCK_ROWS rows, and the divisors of their dense part."""
+    """Writes the sparse part of the gradient of BLOCK_ROWS rows' logits, and the divisors of the rows' dense part."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     wide_row = offs_row.to(tl.int64)
@@ -177,8 +177,8 @@ def both_orders_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Writes ``matrix / divisor`` and its transpose in e4m3, with 0 in rows that do not count and in the padding; and
-    sums over ROWS rows."""
+    """Writes ``matrix / divisor`` and its transpose in e4m3, with 0 in rows that do not count and in the padding.
+    Also writes the sum of each ROWS rows of ``hidden_factor * matrix / divisor``, fp32."""
     offs_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)

@@ -18,8 +18,8 @@ def quantise(
     prints: torch.Tensor | None = None,  # [rows] int32: receives the fingerprints of the rows of a 16-bit matrix
     expected: torch.Tensor | None = None,  # [rows] int32: fingerprints of unchanged rows; the dots of others become nan
 ) -> None:
-    """Rounds a matrix to e4m3. With a scale for each row, and ``dots``, rows first lose their component along the
-    direction."""
+    """Rounds a matrix to e4m3. If each row has a scale and there are ``dots``, the component of each row along the
+    direction is subtracted before the rounding."""
     rows, columns = matrix.shape
     values, scale = (None, None) if out is None else out[:2]
     block_columns, warps = power_of_2(columns), 4 if columns <= 2048 else 8
@@ -30,7 +30,7 @@ def quantise(
         programs = min(programs, 6 * multiprocessors_of(matrix.device))
 
     def launch(scale: torch.Tensor | None, sums: torch.Tensor | None, divisor: torch.Tensor | None) -> None:
-        """Rounds all rows. ``sums``: receives the sums for one scale. ``divisor``: None if a few rows decide it."""
+        """Rounds all rows. ``sums``: receives the sums for one scale. ``divisor``: None: estimated from a few rows."""
         quantise_kernel[(programs,)](
             values, scale, sums, dots, prints, matrix, divisor, direction, expected, rows, columns,
             ROWS=block_rows, BLOCK=block_columns, num_warps=warps,
@@ -66,7 +66,7 @@ def split_sparse(
     counted: CountedRows = ALL_ROWS,
 ) -> None:
     """Writes the sparse part of the gradient of a chunk's logits, and a divisor of each row's exponentials for the
-    dense part. Multiplies the softmax factors by the divisors and the weight's scale."""
+    dense part. Multiplies ``factors[0]`` in place by the divisors and the weight's scale."""
     (rows, vocab), strip_count = exp.shape, strips.offset.shape[0]
     hidden_size, block_strips = 0 if hidden is None else hidden.shape[1], power_of_2(strip_count)
     block_rows = max(1, min(8, 4096 // block_strips))

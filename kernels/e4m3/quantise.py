@@ -4,19 +4,19 @@ With a divisor ``s`` the kernels store ``out = e4m3(matrix / s)`` and
 
     scale = s sqrt(sum (matrix / s)^2 / sum out^2)
 
-The sums are over the numbers that share the scale, so that ``scale * out`` is as long as the matrix. With ``scale = s``
-rows were up to 0.4 % longer or shorter, and log-probabilities of flat heads erred by 1.5e-2 nats.
+The sums are over the numbers that share the scale, so that ``scale * out`` has the matrix's norm. With ``scale = s``
+the norms of rows were up to 0.4 % larger or smaller, and log-probabilities of flat heads erred by 1.5e-2 nats.
 
-Each row of hidden states has its own ``s = largest / 448``, after its component along a direction, which is large in
-many rows, is subtracted. The component's logits are added in fp32. A weight has one ``s``, a power of 2 with which the
-longest of a few rows has a root mean mean_square of 2 to 4, so that numbers of 100 times that size fit. One launch
-reads the weight. If it finds a larger number, a second launch rounds the weight again; else the second launch ends at
-once.
+Each row of hidden states has its own ``s = largest / 448``. A direction along which many rows have a large component is
+subtracted before; what the component adds to logits is added in fp32. A weight has one ``s``, a power of 2: divided by
+``s``, the longest of a few rows has a root mean square of 2 to 4, so that numbers of 100 times that size fit. One
+launch rounds the weight. If a number does not fit, a second launch rounds the weight again; else the second launch ends
+at once.
 
 The fingerprint of a row of 16-bit numbers is ``sum_j bits[j] factor[j]`` modulo 2^32, with odd pseudo-random factors. A
-change of one number always changes the fingerprint; any other change does with a probability of 1 - 2^-32. A call with
-the caller's copy reads the weight for ``dots`` and compares fingerprints. Dots of a changed row, and its logits, become
-nan.
+change of one number always changes the fingerprint; any other change does with a probability of 1 - 2^-32. If the
+caller gives the weight's e4m3 copy, a call reads the weight for ``dots`` and compares fingerprints with the copy's:
+dots and logits of a changed row become nan.
 """
 
 import triton

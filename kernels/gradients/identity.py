@@ -40,14 +40,14 @@ def fused_softmax_term(x, offs, lse_base, neg_log_sum, ratio, width, alpha):
 
 @triton.jit
 def log_probability(x, offs, lse_base, neg_log_sum, ratio, width):
-    """``log p`` of the softmax of ``ratio * x``; -inf in columns from ``width`` on. A ratio of None is 1, a width of
-    None all columns."""
+    """``log p`` of the softmax of ``ratio * x``; -inf in columns from ``width`` on. With a ratio of None the
+    ratio is 1; with a width of None no column is cut off."""
     return cut((times(x, ratio) - lse_base) + neg_log_sum, offs, width, float("-inf"))
 
 
 @triton.jit
 def cut(values, offs, width, fill):
-    """Returns ``values`` with ``fill`` in columns from ``width`` on; None: in no column."""
+    """Returns ``values`` with ``fill`` in columns from ``width`` on; with a ``width`` of None, ``values``."""
     return values if width is None else tl.where(offs < width, values, fill)
 
 

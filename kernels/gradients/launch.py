@@ -32,8 +32,8 @@ def row_programs(columns: int) -> int:
 def kind_and_coefficients(
     terms: Terms, sums: Sequence[SumVectors] = (), has_entries: bool = False, is_fused: bool = False
 ) -> tuple[GradientKind, list[torch.Tensor]]:
-    """Returns the kind of a gradient; and its coefficients and sums of slopes, in the order in which ADD_TERMS reads
-    them. ``is_fused``: the gradient is without the target's term, and uses ``fused_softmax_term``."""
+    """Returns the kind of a gradient, and the vectors [rows] that ADD_TERMS reads, in order: coefficients and sums of
+    slopes. ``is_fused``: the gradient is without the target's term, and uses ``fused_softmax_term``."""
     vectors = [vector for softmax in terms.softmaxes for vector in (softmax.alpha, softmax.eta)]
     vectors += [None if is_fused else terms.beta, terms.kappa]
     has_coefficients = tuple([vector is not None for vector in vectors])
@@ -58,8 +58,8 @@ def row_grad(
     # of entries: columns, gradients to add (or None), and for sets the begins and ends of rows (else None)
     entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
-    """Writes the gradient of the logits to ``dlogits``, in all columns; with ``entries`` only in the entries' columns.
-    A second launch overwrites ``own_columns``, from exact logits."""
+    """Writes the gradient of the logits to ``dlogits``: in all columns, or, if there are ``entries``, only in the
+    entries' columns. A second launch overwrites the gradient in ``own_columns``, computed from exact logits."""
     rows, columns, entries_per_row = len(terms.target), dlogits.shape[-1], None
     # one program walks over a row, since a narrower gradient overwrites logits of earlier columns
     block_rows, column_programs = 1, 1
@@ -103,7 +103,7 @@ def set_grad(
     terms: Terms,
     transform: Transform,
 ) -> None:
-    """Writes the gradient of the logits of sets' entries to ``dlogits``. Entries of no row's set stay unwritten."""
+    """Writes to ``dlogits`` the gradient of the entries' logits. An entry that is in no row's set is not written."""
     entry_arguments = sets.columns, None, sets.begins, sets.ends  # nothing is added to the gradient
     row_grad(dlogits, Stored(logit, None), None, terms, None, (), None, 0, transform, entries=entry_arguments)
 

@@ -1,8 +1,8 @@
 """Gradients of raw logits [rows, columns], which overwrite the stored logits or exponentials of a chunk.
 
 ``row_grad`` computes gradients from logits, by ``identity.py``: for all columns, or for entries, a few columns of each
-row, from exact logits [n]. It also computes sums over the vocabulary, if the gradient does not depend on them: [rows]
-fp32 for each program that shares a row. ``row_grad`` is the body of generated kernels (``common/sums.py``).
+row, from exact logits [n]. If the gradient depends on no sum over the vocabulary, ``row_grad`` also computes such sums:
+each program that shares a row writes a part, [rows] fp32. It is the body of generated kernels (``common/sums.py``).
 
 ``level_rows_kernel`` prepares exponentials E that ``exp_logits`` has stored, so that products read E in place of
 dlogits. It rescales E so that each row has one offset, the row's level; writes factors [rows] fp32; and multiplies
@@ -12,7 +12,7 @@ hidden states, the other operand of dweight, by the softmax factor:
     softmax_factor = alpha exp(level - lse),  target_factor = alpha p(target) - beta - softmax_factor E(target)
 
 If more than ``MAX_RARE_TOKENS`` tokens of the call have a row's target, the kernel writes a 16-bit number ``ratio``
-into E(target), with which target_factor is nearly 0. In dweight's row of a frequent id, softmax terms and targets'
+into E(target), chosen so that target_factor is nearly 0. In dweight's row of a frequent id, softmax terms and targets'
 terms nearly cancel, and must cancel before the row is rounded. For a rarer target E(target) becomes 0, and the target's
 term is added to dweight after the product. This term is most of dweight's row, which is then rounded once.
 
@@ -94,7 +94,7 @@ def row_grad(
 
     With entries, only gradients of the entries' columns are written. Entries have exact logits: with a rounded ``p``
     the difference ``p - q`` would lose all accuracy where the student is near a teacher's ``q``. If several entries of
-    a row have one column, the first entry writes it, with the added gradients of all."""
+    a row have the same column, the first entry writes it, with ``added_ptr``'s gradients of all of them."""
     column_program = tl.program_id(0) % COLUMN_PROGRAMS
     offs_row = (tl.program_id(0) // COLUMN_PROGRAMS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows

@@ -1,9 +1,9 @@
 """dhidden [rows, hidden]: the product of the weight with logits' gradients, or with exponentials E.
 
     dhidden (+)= grad [rows, vocab] @ weight [vocab, hidden]
-    dhidden (+)= softmax_factor[i] (E @ weight)[i] + target_factor[i] weight[target[i]]
+    dhidden[i] (+)= softmax_factor[i] (E @ weight)[i] + target_factor[i] weight[target[i]]
 
-``dhidden_kernel`` is a persistent GEMM. It reads the number of rows that count on the device; later rows take no time.
+(+)= adds with ADD, and else stores. ``dhidden_kernel`` is a persistent GEMM. Rows after those that count take no time.
 Programs compute tiles in turns. Each tile of the last turn may be cut into parts over the vocabulary, which several
 programs multiply. The program that finishes last adds up all parts of the tile, in a fixed order.
 """
@@ -25,7 +25,7 @@ def store_dhidden(
     num_counted,  # number of the chunk's rows that count
     ADD: tl.constexpr,  # adds to what dhidden holds
 ):
-    """Applies the factors to a block of the product, and stores the block to dhidden or adds it."""
+    """Applies the factors to a block of the product. Stores the result to dhidden, or adds it to dhidden (ADD)."""
     dhidden_ptr, hidden = dhidden_and_size
     weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr = factor_ptrs
     offs_row = row_start + tl.arange(0, grad.shape[0])
@@ -52,9 +52,9 @@ def store_dhidden(
 def cut_tiles(num_tiles, most_parts, units, programs):
     """Returns the number of uncut tiles, which come first, and the number of parts of each later tile.
 
-    Tiles of the last turn are cut into up to ``most_parts`` parts if they are fewer than ``programs``. ``units``: the
-    number of parts for which there is memory. Fewer rows may count than the host assumed, so that the last turn may
-    have more tiles than the host expected.
+    A last turn with fewer tiles than ``programs`` is cut: each of its tiles into up to ``most_parts`` parts. ``units``:
+    the number of parts for which there is memory. Fewer rows may count than the host assumed, so that the last turn
+    may have more tiles than the host expected.
     """
     last_turn_tiles = num_tiles % programs
     num_parts = tl.maximum(tl.minimum(units // tl.maximum(last_turn_tiles, 1), most_parts), 1)
@@ -176,8 +176,8 @@ def finish_dhidden_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Writes ``dhidden = softmax_factor * product + target_factor * weight[target]``, with BLAS's product of
-    exponentials and the weight; 0 where a row does not count."""
+    """Writes ``dhidden = softmax_factor * product + target_factor * weight[target]``, where BLAS has made
+    ``product``, exponentials times the weight; 0 where a row does not count."""
     row, column = tl.program_id(0) * BLOCK_ROWS, tl.program_id(1) * BLOCK_COLUMNS
     product = load_tile((None, product_ptr, hidden, rows, hidden), row, column, BLOCK_ROWS, BLOCK_COLUMNS, False)
     factor_ptrs = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
@@ -204,7 +204,7 @@ def finish_with_sparse_kernel(
     BLOCK_IDS: tl.constexpr,  # power of 2 from NUM_IDS on
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Writes ``dhidden = softmax_factor * product + sum_i term[i] weight[place[i]]``; 0 where a row does not count."""
+    """Writes row r: ``softmax_factor[r] product[r] + sum_i term[r, i] weight[place[r, i]]``; 0 if r does not count."""
     row = tl.program_id(0).to(tl.int64)
     if row < counted_rows(count_ptr, first_row, rows):
         offs_col = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

@@ -3,12 +3,12 @@
 ``dweight_kernel`` multiplies logits' gradients, or exponentials, with hidden states. It is a persistent GEMM; rows
 after the last row that counts take no time.
 
-    dweight (+)= grad [rows, vocab] .T @ hidden [rows, hidden]
+    dweight (+)= (grad [rows, vocab]).T @ hidden [rows, hidden]
 
 ``add_rows_kernel`` adds terms of single logits to rows of an output. An entry e is one logit: it has a place, which is
 a row of the output, and a row of hidden states or of the weight. Entries are sorted by place, and the terms of each
-place are summed in fp32. The kernel adds the targets' terms that exponentials lack. For softmaxes over sets of columns
-the kernel computes all of dweight and, with rows of the weight, all of dhidden.
+place are summed in fp32. The kernel adds the targets' terms, which a product of exponentials lacks. For softmaxes
+over sets of columns the kernel computes all of dweight and, from rows of the weight, all of dhidden.
 
     out[p] += sum_{e: place[e] = p} factor[e] rows[row[e]] + ratio[e] (s - bf16(s)),  s = softmax_factor[e] rows[row[e]]
 
@@ -184,7 +184,7 @@ def put_rows_kernel(
     width,  # elements of a row
     BLOCK: tl.constexpr,
 ):
-    """Writes ``out[sorted[step * i]] = rows[i]``; if several i have one place, the first row."""
+    """Writes ``out[sorted[step * i]] = rows[i]``; if several i have the same place, the row of the first."""
     entry = tl.program_id(0).to(tl.int64)
     place = tl.load(sorted_ptr + entry * step)
     previous = tl.load(sorted_ptr + (entry - 1) * step, mask=entry > 0, other=-1)
@@ -198,7 +198,7 @@ def put_rows_kernel(
 @triton.jit
 def entry_and_row(entry_pointers, position, mask):
     """Returns the entries at ``position`` [n] of the sorted order, and the entries' rows. Both are -1 where ``mask`` is
-    false. A row is also -1 if the entry has none. ``entry_pointers``: a tuple of ``row_ptr``, ``order_ptr`` and
+    false. A row is also -1 for an entry without a row. ``entry_pointers``: a tuple of ``row_ptr``, ``order_ptr`` and
     ENTRIES_PER_ROW."""
     row_ptr, order_ptr, ENTRIES_PER_ROW = entry_pointers
     entry = tl.where(mask, position, -1).to(tl.int64)
@@ -244,8 +244,8 @@ def add_piece(
     BLOCK_SCAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds the terms of all places whose first entry is in the piece. The last place may have entries in later pieces;
-    they are added too."""
+    """Adds the terms of each place that has its first entry in the piece; also those entries of the last place that are
+    in later pieces."""
     end = (piece + 1) * BLOCK_PIECE
     position = piece * BLOCK_PIECE + tl.arange(0, BLOCK_PIECE)
     offs_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

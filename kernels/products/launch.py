@@ -41,8 +41,8 @@ def dhidden(
     scratch: torch.Tensor | None = None,  # [n] fp32 for parts of cut tiles, n at least split.units * tile.elements
     finished: torch.Tensor | None = None,  # [multiprocessors] int32 of 0: numbers of finished parts of cut tiles
 ) -> None:
-    """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``. ``factors``: softmax, at_target and
-    target."""
+    """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``; ``softmax``, ``at_target`` and
+    ``target`` are fields of ``factors``."""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
     is_cut = split.pieces > 1
     # the split assumes one program per multiprocessor
@@ -64,8 +64,8 @@ def finish_dhidden(
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     factors: RowFactors,
 ) -> None:
-    """Writes ``out = softmax * product + at_target * weight[target]``; 0 where a row does not count. ``factors``:
-    softmax, at_target and target."""
+    """Writes ``out = softmax * product + at_target * weight[target]``; 0 where a row does not count.
+    ``softmax``, ``at_target`` and ``target`` are fields of ``factors``."""
     (rows, hidden), block = product.shape, min(power_of_2(product.shape[1]), 1024)
     finish_dhidden_kernel[cdiv(rows, 4), cdiv(hidden, block)](
         out, product, weight, *factors, rows, hidden, BLOCK_ROWS=4, BLOCK_COLUMNS=block, num_warps=4
@@ -82,7 +82,7 @@ def finish_with_sparse(
     terms: torch.Tensor,  # [rows, n] fp32: dlogits of these ids
     counted: CountedRows = ALL_ROWS,
 ) -> None:
-    """Writes ``out = softmax_factor * product + sum_i terms[i] * weight[ids[i]]``; 0 where a row does not count."""
+    """Writes ``out[r] = softmax_factor[r] product[r] + sum_i terms[r, i] weight[ids[r, i]]``; 0 if r does not count."""
     (rows, hidden), num_ids = product.shape, ids.shape[1]
     block = min(power_of_2(hidden), 1024)
     finish_with_sparse_kernel[rows, cdiv(hidden, block)](
@@ -134,7 +134,7 @@ class SortedColumns(NamedTuple):
 
 
 def sort_columns(columns: torch.Tensor, counts_occurrences: bool = False) -> SortedColumns:
-    """Sorts ``columns`` [entries] int32 or int64. ``counts_occurrences``: also returns the occurrences."""
+    """Sorts ``columns`` [entries] int32 or int64. ``counts_occurrences``: also counts equal columns."""
     entries = columns.shape[0]
     if entries > MAX_COMPARED:
         columns = columns.to(torch.int32)  # half as many passes as for int64
@@ -164,7 +164,7 @@ def sort_sparse(columns: torch.Tensor) -> tuple[SortedColumns, torch.Tensor]:
 
 
 def sort_into(sorted_columns: torch.Tensor, order: torch.Tensor, num_none: torch.Tensor, columns: torch.Tensor) -> None:
-    """Sorts ``columns`` into the other tensors, the results of ``sort_sparse``. It is one step of a recording."""
+    """Writes the results of ``sort_sparse(columns)`` to the other three tensors, as one step of a recording."""
     torch.sort(columns, stable=True, out=(sorted_columns, order))
     torch.sum(sorted_columns < 0, 0, keepdim=True, out=num_none)
     if RECORDERS and (active_recorder := recorder()) is not None:
@@ -204,7 +204,7 @@ def put_rows(
     places: torch.Tensor,  # [tokens] int32 in ascending order, -1 for none
     step: int,  # every ``step``-th place has a row
 ) -> None:
-    """Writes ``out[places[step * i]] = rows[i]``; if several i have one place, the first row."""
+    """Writes ``out[places[step * i]] = rows[i]``; if several i have the same place, the row of the first."""
     num_picked, row_size = rows.shape
     block = min(power_of_2(row_size), 1024)
     put_rows_kernel[num_picked, cdiv(row_size, block)](out, rows, places, step, row_size, BLOCK=block, num_warps=4)

@@ -4,7 +4,7 @@
 
     out[i] = source[order[i]] where target[i] >= 0, else 0;  logit[i] = out[i] @ weight[target[i]]
 
-``dot_columns_kernel`` makes the logits of entries. An entry is a pair of a row and a column; a row may have several:
+``dot_columns_kernel`` makes the logits of entries. An entry is a row and a column; a row may have several entries:
 
     logit[e] = hidden[row[e]] @ weight[column[e]]
 """
@@ -42,7 +42,7 @@ def clean_rows_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes BLOCK_ROWS rows of hidden states and the logits of their targets. The first program also writes zeros."""
+    """Writes BLOCK_ROWS rows of hidden states and their targets' logits. The first program zeroes ``zeros_ptr``."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < rows
     row = offs_row.to(tl.int64)

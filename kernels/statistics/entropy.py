@@ -1,5 +1,5 @@
 """Jit functions of the entropy ``-sum p log p``, for the stages of ``lists.py``. The state is a moment, the sum of
-``exp(x - offset) (x - offset)``; for pieces of the vocabulary, the sum of ``share (entropy - log share)``."""
+``exp(x - offset) (x - offset)``; for ranks' pieces of the vocabulary, the sum of ``share (entropy - log share)``."""
 
 import triton
 import triton.language as tl

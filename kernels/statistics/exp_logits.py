@@ -17,7 +17,7 @@ logit. ``merge.py`` and ``level_rows_kernel`` replace the term by one of the exa
 the same logit.
 
 Operands may be e4m3, with a scale for each row of hidden states and one scale for the weight. Exact logits then replace
-the accumulator's: of the target here, of other probable ids later (``heavy.py``).
+logits of the accumulator: the target's here, those of other probable ids later (``heavy.py``).
 
 ``exp_logits`` is the body of kernels that are generated for the statistics beside each softmax (``lists.py``).
 """
@@ -71,7 +71,7 @@ def finish_tile(
     STORE_TOP: tl.constexpr,  # True: if a strip's offset is the row's, the strip's maximum is stored in its place
 ):
     """Stores the output of a tile and the statistics of its strips. Stores the first softmax's sum of exponentials with
-    a minus sign if the strip's offset is not the row's."""
+    a minus sign if the strip's offset is not the row's offset."""
     TILE_STRIPS: tl.constexpr = BLOCK_N // STRIP
     HALF: tl.constexpr = BLOCK_N // 2
     HAS_OUTPUT: tl.constexpr = out_matrix[0] is not None or out_matrix[1] is not None

@@ -6,8 +6,8 @@ from e4m3 operands ``x_e4m3`` nearly does:
     x > lse + t log 2,  x_e4m3 > lse + (t - MARGIN_LOG2) log 2
 
 ``lse`` is the log-sum-exp, over this rank's columns, of logits from e4m3 operands with the target's exact logit. ``t``
-is LEAST_HEAVY_LOG2 if at most HEAVY ids pass the second test with it; else 1 more if at most HEAVY ids pass with that;
-else 2 more, where HEAVY = 2^-t bounds the number of heavy ids. A row's heavy ids depend on no other row.
+is the first of T, T + 1 and T + 2, T = LEAST_HEAVY_LOG2, with which at most HEAVY ids pass the second test. T + 2 needs
+no test: at most 2^-t = HEAVY ids can be heavy. A row's heavy ids depend on no other row.
 
 ``mend_heavy`` opens the strips of columns in which an id can be heavy and lists the row's heavy ids in ascending order.
 In what ``exp_logits`` has stored, it mends the ids' exponentials or relative logits and the statistics of their strips.
@@ -46,8 +46,8 @@ def strips_above(
     STRIP: tl.constexpr, BLOCK_STRIPS: tl.constexpr,
 ):  # fmt: skip
     """Returns the indices of BLOCK_STRIPS strips from ``start`` on; a mask of strips in which an id, the target
-    excepted, may have a probability above ``2^log_p``; and the largest possible number of such ids. Pointers: of the
-    row."""
+    excepted, may have a probability above ``2^log_p``; and an upper bound of the number of such ids. Pointers point
+    at the row."""
     offs_strip = start + tl.arange(0, BLOCK_STRIPS)
     mask = offs_strip < strip_count
     offset, total, top = load_strips(
@@ -69,7 +69,7 @@ def open_strip(
 ):  # fmt: skip
     """Loads a strip of a row. Returns its ``shift``, the logit that stored numbers are relative to; logits less
     ``shift`` in base 2, with the target's exact logit; and logits less ``lse`` in base 2, -inf for the target.
-    ``stored_ptr``: of the row. ``offset_ptr``, ``sum_ptr``: of the row's strip."""
+    ``stored_ptr`` points at the row; ``offset_ptr`` and ``sum_ptr`` point at the row's element of the strip."""
     top = tl.load(offset_ptr)
     if not IS_RELATIVE:
         top = tl.where(tl.load(sum_ptr) < 0.0, top, target_logit)

@@ -1,6 +1,6 @@
 """Targets, fields and sets of ids of tokens, moved to the rows that predict the tokens.
 
-    paired[i] = target[i + shift] where that target counts, else -1;  out[i] = field[i + shift] there, else 0
+    paired[i] = target[i + shift] if token i + shift counts, else -1;  out[i] = field[i + shift] if it counts, else 0
 
 The shift runs along the last dimension of the caller's tensors, a line of ``line_length`` tokens. Sets of ids become
 entries. An entry is a pair of a row and a column.
@@ -125,7 +125,7 @@ def kept_rows_kernel(
     KEPT_EVERYWHERE: tl.constexpr,  # True: a row that counts and keeps no ids is wrong
     BLOCK: tl.constexpr,
 ):
-    """Writes the range of entries of the row that predicts one token. The first entry of a row is its target's."""
+    """Writes begin and end of the entries of the row that predicts one token. A row's first entry is its target."""
     token = tl.program_id(0).to(tl.int64)
     row, is_counted, _ = predicting_row(token, target_ptr, line_length, shift)
     begin, end = token * ids_per_token, (token + 1) * ids_per_token
@@ -176,7 +176,7 @@ def kept_entries_kernel(
     BLOCK: tl.constexpr,
     BLOCK_COMPARED: tl.constexpr,
 ):
-    """Writes the row and the column of BLOCK entries, which may be of several rows."""
+    """Writes the row and the column of BLOCK entries. The entries may belong to several rows."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_entries = entry < tl.cast(entries, tl.int64) + tokens
     if offset_ptr is None:

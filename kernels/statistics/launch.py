@@ -61,8 +61,8 @@ def read_fields(
     dtype: torch.dtype,  # dtype of the results
     maxima: Sequence[float],  # for each field the largest allowed number
 ) -> Sequence[torch.Tensor]:
-    """Returns the fields [tokens] of the rows that predict their tokens; 0 where a row does not count, and nan where a
-    number is above its field's maximum."""
+    """Returns each field as [tokens]: a row has the number of the token that it predicts; 0 where a row does not count,
+    and nan where a number is above the field's maximum."""
     tokens, block_tokens = len(target), 1024
     out = torch.empty(len(values), tokens, dtype=dtype, device=target.device)
     for first_field in range(0, len(values) if tokens else 0, 4):
@@ -107,8 +107,8 @@ def sum_rows(
     one_or_nan: torch.Tensor,  # [] 1, or nan if an id is out of range
     coefficients: Sequence[float],  # one for each loss; losses are the first rows of ``table``
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the total loss [], the sum of losses times coefficients; and the sums [rows] of ``table`` over tokens: of
-    losses times ``inverse``, of other rows times ``one_or_nan``. The two tensors share no memory."""
+    """Returns the total loss [], the sum of losses times coefficients; and the sum [rows] of each row of ``table``
+    over tokens, times ``inverse`` for losses and ``one_or_nan`` for other rows. The two tensors share no memory."""
     loss_count = len(coefficients)
     total, sums = table.new_empty(()), table.new_empty(table.shape[0])
     coefficient_args = (*coefficients, *[0.0] * MAX_LOSSES)[:MAX_LOSSES]
@@ -322,7 +322,7 @@ def kept_sets(
     vocab: int,
     everywhere: bool,  # True: a row that counts and keeps no ids is wrong
 ) -> None:
-    """Writes the set of ids of each row as entries, to the first five arguments."""
+    """Writes the rows' sets of ids as entries to ``begins``, ``ends``, ``rows``, ``columns`` and ``entry_bias``."""
     tokens, entries, block_entries = len(target), len(ids), 128
     sizes = entries, entries // tokens, tokens, line_length
     kept_rows_kernel[(tokens,)](

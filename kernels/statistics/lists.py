@@ -60,7 +60,7 @@ LANE_STAGES = {
 
 
 def numbered(statistics: Iterable[Statistic], name: str) -> list[tuple[Statistic, str]]:
-    """Pairs each statistic with the source of its elements of the tuple ``name``, such as ``"name[0], name[1], "``."""
+    """Pairs each statistic with the source of its vectors' elements in the tuple ``name``: ``"name[0], name[1], "``."""
     indices = itertools.count()
     return [(statistic, "".join(f"{name}[{next(indices)}], " for _ in statistic.vectors)) for statistic in statistics]
 

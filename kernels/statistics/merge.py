@@ -13,7 +13,7 @@ The two are bodies of kernels that are generated for the statistics beside the s
 
 ``sum_rows_kernel`` sums a table [rows, tokens] of losses' and metrics' values over tokens, and adds up the losses:
 
-    out[r] = factor[r] * sum_i table[r, i],  total = sum_r coefficient[r] out[r]
+    out[r] = factor[r] * sum_i table[r, i],  total = sum_r coefficient[r] out[r] over losses r
 """
 
 import triton
@@ -250,7 +250,7 @@ def sum_rows_kernel(
     coefficient3,
     BLOCK: tl.constexpr,
 ):
-    """Writes ``out[r] = factor[r] * sum_i table[r, i]`` for each row; and the sum of losses times coefficients."""
+    """Writes ``out[r] = factor[r] * sum_i table[r, i]`` for row r, and adds up the total of the losses."""
     row = tl.program_id(0)
     factor = tl.load(inverse_ptr) if row < loss_rows else tl.load(one_or_nan_ptr)
     value = row_sum(table_ptr, row, tokens, BLOCK) * factor
