@@ -36,8 +36,8 @@ TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
 
 
 def kinds_of(measures: Iterable[Summand | Metric]) -> dict[str, Field]:
-    """The kind of each field by name: of the library's ``FIELDS``, and of fields that ``measures`` declare.
-    ValueError where two measures declare a name with different kinds."""
+    """Returns a ``Field`` for each name of a field: those of the library's ``FIELDS``, and those that ``measures``
+    declare. ValueError if two measures declare one name with different kinds."""
     field_kinds = dict(FIELDS)
     for measure in measures:
         for field, kind in measure.extra_fields.items():
@@ -53,15 +53,15 @@ def kinds_of(measures: Iterable[Summand | Metric]) -> dict[str, Field]:
 
 
 def fields_named_by(measure: Summand | Metric) -> dict[str, Field]:
-    """The kind of each field whose name stands in ``token_weights`` or ``normalizer`` in place of a tensor, by name."""
+    """Returns a ``Field`` for each name that stands in ``token_weights`` or ``normalizer`` in place of a tensor."""
     kind_by_name = {getattr(measure, option, None): kind for option, kind in NAMING.items()}
     return {name: kind for name, kind in kind_by_name.items() if isinstance(name, str)}
 
 
 def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
-    """Returns names of the fields that losses and metrics read (ValueError for a missing field), and the kinds of
-    all fields by name. A user's function must declare a dense teacher's tensors and, without ``num_segments``,
-    fields of segments."""
+    """Returns the names of the fields that losses and metrics read, and a ``Field`` for each known name. ValueError for
+    a missing or unknown field. A user's function reads all fields of the batch, except for the tensors of a dense
+    teacher and, without ``num_segments``, fields of segments: it reads these only if it declares them."""
     batch, summands = call.batch or {}, [summand for _, summand in call.losses.terms]
     roles_and_measures = [("loss", s) for s in summands] + [("metric", m) for m in call.metrics]
     field_kinds = kinds_of(measure for _, measure in roles_and_measures)
@@ -193,8 +193,8 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
 
 
 def check_dense_teacher(call: Call[Any], names: Sequence[str], dtype: torch.dtype, autocast: bool) -> int | None:
-    """Checks a dense teacher's operands and how ranks split it. Returns the number of its vocabulary's ids; None
-    without a dense teacher."""
+    """Checks a dense teacher's operands, and that ranks split its vocabulary as the student's. Returns the number of
+    ids in the teacher's vocabulary; None without a dense teacher."""
     batch: Any = call.batch
     if "teacher_logits" in names:
         ids = batch["teacher_logits"].shape[-1]
@@ -231,7 +231,7 @@ def check_dense_teacher(call: Call[Any], names: Sequence[str], dtype: torch.dtyp
 
 
 def check_vocabularies(call: Call[Any], rows: int) -> None:
-    """Raises for a teacher of another tokenizer: its number of ids differs by more than the padding of a head."""
+    """Raises ValueError if teacher and student differ in their number of ids by more than the padding of a head."""
     surplus, is_stated = rows - call.vocab, call.vocab_size is not None
     if abs(surplus) > MOST_PADDING and not (is_stated and surplus > 0):
         raise ValueError(
@@ -244,8 +244,8 @@ def check_vocabularies(call: Call[Any], rows: int) -> None:
 def make_teacher(
     fields: Mapping[str, Tensor], options: Teacher, columns: int, dtype: torch.dtype | None
 ) -> TeacherHead:
-    """The dense teacher, with the weight and bias of its first ``columns`` ids, which the student has too. ``dtype``:
-    that of its matmul under autocast, else None."""
+    """The dense teacher, with weight and bias cut to the first ``columns`` ids, the ids that the student has too.
+    ``dtype``: dtype of the teacher's matmul under autocast, else None."""
     temperature = 1.0 if options.temperature is None else options.temperature
     weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")
     return TeacherHead(

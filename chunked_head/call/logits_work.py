@@ -24,7 +24,7 @@ class LogitsWork(LocalWork):
     width: int  # number of columns that stand for an id; the others are padding
 
     def head(self, logits: Tensor) -> Head:
-        """A head without weight: the scale and softcap that turn the caller's logits into the softmax's."""
+        """A head without weight. Its scale and softcap turn the caller's logits into the logits of the softmax."""
         add_targets = None if self.shard is None else self.shard.add_targets
         return Head(logits.new_empty(0), None, self.class_weights, self.logit_scale, self.softcap, add_targets)
 
@@ -39,8 +39,8 @@ class LogitsWork(LocalWork):
     def late_gradients(
         self, operands: Sequence[Tensor], stats: RowStats, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None]:
-        """The gradient [tokens, vocab] of the logits, as a tuple of one; with ``inplace`` it overwrites the logits.
-        It is nan everywhere if an id of the call is out of range."""
+        """Returns a tuple of one tensor, the gradient [tokens, vocab] of the logits; ``inplace``: in the logits'
+        memory. The gradient is nan everywhere if an id of the call is out of range."""
         (logits,), one_or_nan = operands, self.objective.one_or_nan
         masked_upstream = tuple(None if gradient is None else gradient * one_or_nan for gradient in upstream)
         coefficients = self.objective.coefficients_for(stats, masked_upstream)
@@ -51,8 +51,8 @@ class LogitsWork(LocalWork):
         return (grad,)
 
     def sweep(self, logits: Tensor, stats: RowStats, coefficients: Coefficients | None, grad: Tensor | None) -> None:
-        """Runs one pass over the rows of logits [tokens, vocab], all in one chunk: writes to ``stats``; or with
-        ``coefficients``, those of all tokens, to ``grad`` [tokens, vocab], the logits' gradient."""
+        """Runs one pass over all rows of logits [tokens, vocab], as one chunk. Without ``coefficients`` it writes to
+        ``stats``. With coefficients of all tokens it writes the logits' gradient to ``grad`` [tokens, vocab]."""
         if not len(logits):
             return
         objective, backend, head, demand = self.objective, self.backend, self.head(logits), self.objective.demand

@@ -1,5 +1,5 @@
-"""The objective of a call: losses with their factors, denominators and counts. It is made before any logit, and the
-host does not wait for the device."""
+"""The objective of a call: losses with their factors, denominators and counts. A call makes its objective before any
+logit, and the host does not wait for the device."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,9 +32,9 @@ ID_FIELDS = ("segments", "documents")
 
 
 def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
-    """The objective of a call: the sum of losses, as one number or one per token; or statistics of each token. Where
-    ranks hold different tokens, it sends the call's first messages: one compares their calls, one adds their counts.
-    ``plan``: None for logits that exist."""
+    """Makes the objective of a call: a sum of losses, reduced or per token; or statistics per token. Where ranks hold
+    different tokens, this function sends the call's first messages: one compares the ranks' calls, one adds up their
+    counts. ``plan``: None for logits that exist."""
     call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.token_parallel
     if parallel is not None:
         in_common = request_fields(tokens) | {"vocab": str(call.vocab)}
@@ -106,8 +106,8 @@ def of_each_token(tokens: Tokens) -> Objective:
 def fields_of(
     tokens: Tokens, summand_factors: Tensor | None = None, metric_weights: dict[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Fields of ``Objective`` by name. With ``summand_factors`` [summands], coefficients over denominators, also those
-    that ``LossObjective`` adds."""
+    """The values of ``Objective``'s fields by name; with ``summand_factors``, of ``LossObjective``'s fields too.
+    ``summand_factors`` [summands]: coefficients divided by denominators."""
     demand, structure, one_or_nan = tokens.spec.demand, tokens.structure, tokens.one_or_nan
     column_sets = tokens.column_sets
     teacher_ids = tokens.fields.get("teacher_ids") if demand.lists else None
@@ -153,8 +153,8 @@ def fields_of(
 
 
 def inverse_of(summand: Summand, tokens: Tokens) -> Tensor:
-    """[] ``1 / D`` in the statistics' dtype. D is the denominator of a loss: 1 for a sum, and for a mean over
-    nothing that counts. Returns 0 for a normalizer of 0, and nan if an id of the call is out of range."""
+    """[] ``1 / D`` in the statistics' dtype. D is the denominator of a loss. D is 1 for a sum, and for a mean if no
+    token counts. Returns 0 for a normalizer of 0, and nan if an id of the call is out of range."""
     call, one_or_nan = tokens.call, tokens.one_or_nan
     normalizer = call.normalizer if summand.normalizer is None else summand.normalizer
     if (summand.reduction or call.reduction) != "mean":
@@ -181,8 +181,8 @@ def count_units(unit: str, tokens: Tokens) -> Tensor:
 
 
 def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Returns weights [tokens] by the name of a weighting (tokens weighted by "token" have none), and a list of the
-    divisors [], one for each metric."""
+    """Returns the weights [tokens] of tokens by the name of a weighting, and a list with one divisor [] per metric.
+    The weighting "token" has no weights."""
     weights: dict[str, Tensor] = {}
     group_counts: dict[str, Tensor] = {}  # by weighting: number of segments or documents with a token
     divisors, unit_counts = [], {"token": tokens.counted}
@@ -202,8 +202,8 @@ def metric_counts(metrics: Sequence[Metric], tokens: Tokens) -> tuple[dict[str, 
 
 
 def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
-    """The tokens with the counts of all ranks, which takes one message. An id out of range on one rank makes all
-    ranks' results nan."""
+    """Returns the tokens with counts summed over ranks; sends one message. An id out of range on one rank makes
+    results nan on all ranks."""
     batch = tokens.batch
     id_fields = [name for name in ID_FIELDS if name in batch]
     summands = [summand for _, summand in tokens.call.losses.terms if summand.unit == "token"]
@@ -225,16 +225,16 @@ def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
 
 
 def local_total(summand: Summand, tokens: Tokens) -> Tensor:
-    """[] the sum, over this rank's tokens, of what each adds to the loss's default denominator, in the statistics'
-    dtype."""
+    """[] this rank's part of the loss's default denominator, in the statistics' dtype: a sum over the rank's tokens of
+    ``denominator_terms_of``."""
     assert summand.denominator_terms_of is not None
     batch, dtype = tokens.batch, tokens.one_or_nan.dtype
     return torch.where(batch.mask, summand.denominator_terms_of(batch, **summand.tensors).to(dtype), 0.0).sum()
 
 
 def shown(value: Any) -> str:
-    """The text of a number, string or other plain value; of any other object its type's name, since its own text may
-    differ between processes."""
+    """The ``repr`` of a number, string, tuple or None. For any other object, the name of its type, since the object's
+    ``repr`` may differ between processes."""
     return repr(value) if isinstance(value, bool | int | float | str | tuple | type(None)) else type(value).__name__
 
 

@@ -38,8 +38,8 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 class OptionsModule(nn.Module):
-    """A module with its options as attributes, as torch's losses have them: a call reads the values that the
-    attributes have then."""
+    """A module with an attribute for each option, like modules of torch's losses. Each forward reads the attributes
+    again, so that a user may set them between two calls."""
 
     names: tuple[str, ...]
 
@@ -99,31 +99,31 @@ class Execution(TypedDict, total=False):
             dtype. None: float32 where the budget holds it, else the weight's dtype over few chunks. Under
             ``torch.compile``, 16-bit gradients of a forward pass are kept in float32 until backward only with
             ``torch.float32`` here.
-        accumulate_into: a contiguous [vocab, hidden] tensor that the weight's gradient is added to, or the name of the
-            weight's attribute that is one (``"grad"``, ``"main_grad"``), looked up at each call. It is float32, or
-            float64 for a float64 weight. Backward then gives ``weight`` no gradient. The gradient is added in the
-            forward pass, and you promise one backward with the upstream gradient ``upstream``, or 1 without it: with
-            any other, ``hidden``'s gradient and the buffer become nan. Clearing the buffer between forward and backward
-            loses the gradient unnoticed. Gradients that are made in backward (``reduction="none"``, a second backward,
-            an activation checkpoint's) are added in backward, at any upstream gradient. Without gradients, or with a
-            frozen weight, nothing is written. If a call raises after it has added a part of its gradient, the next call
-            with that buffer raises too, until the buffer is zeroed (docs/guides/sft.md).
+        accumulate_into: the buffer that the weight's gradient is added to: a contiguous [vocab, hidden] tensor, float32
+            or, for a float64 weight, float64; or the name of the weight's attribute that holds the buffer (``"grad"``,
+            ``"main_grad"``), looked up at each call. Backward then gives ``weight`` no gradient. The gradient is added
+            in the forward pass, and you promise one backward, whose upstream gradient equals ``upstream`` (default 1).
+            Any other upstream gradient makes the gradient of ``hidden`` and the buffer nan. Clearing the buffer between
+            forward and backward loses the gradient unnoticed. Gradients made in backward (``reduction="none"``, second
+            backwards, activation checkpoints) are added in backward, for any upstream gradient. Without gradients, or
+            with a frozen weight, nothing is written. If a call raises after it has added a part of its gradient, the
+            next call with that buffer raises too, until the buffer is zeroed (docs/guides/sft.md).
         skip_ignored: True leaves tokens that do not count out of the matmuls, and the host waits for nothing (16-bit
-            operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). ``"wait"`` does it
-            for any operands and waits for their number, which a CUDA graph cannot. The gradient of hidden states is
-            copied. Losses see the tokens that count first, in their order.
-        deterministic: bit-identical from run to run, and neither a token's log-probability nor its row of ``hidden``'s
-            gradient depends on the other tokens or their number (docs/inference.md). For bfloat16 on GPUs of
-            docs/gpus.md; ValueError elsewhere, for top_k, and for losses that sum over segments on a GPU.
-        precision: ``"fp8"`` makes logits of e4m3 operands, at most twice as fast, and gradients that are made at once.
-            Logits of targets and of ids above a probability of 1/256, and their parts of loss and gradients, keep the
-            operands' dtype (docs/fp8.md says how exact that is). For bfloat16 and float16, on GPUs from sm_89 on;
+            operands on GPUs that docs/gpus.md lists, and anything on a CPU; ValueError elsewhere). ``"wait"`` leaves
+            them out for any operands, and the host waits for the number of tokens that count, which a CUDA graph cannot
+            do. The gradient of hidden states is copied. In losses, tokens that count come before all others.
+        deterministic: True: results are bit-identical from run to run. A token's log-probability and its row of
+            ``hidden``'s gradient do not depend on other tokens or on their number (docs/inference.md). For bfloat16 on
+            GPUs of docs/gpus.md; ValueError elsewhere, for top_k, and for losses that sum over segments on a GPU.
+        precision: ``"fp8"``: logits, and gradients that the forward pass makes, are products of e4m3 operands, at most
+            twice as fast. Targets and ids with a probability above 1/256 keep the operands' dtype, in logits, loss and
+            gradients (docs/fp8.md says how exact results are). For bfloat16 and float16, on GPUs from sm_89 on;
             emulated on a CPU. Not with top_k and dense teachers. None: the operands' dtype.
         fp8_weight: the weight in e4m3 by ``chunked_head.quantise``, for several calls between two steps. None: each
-            call with ``precision="fp8"`` makes it, in its memory budget.
+            call with ``precision="fp8"`` makes an e4m3 weight, in the call's memory budget.
         vocab_size: the number of ids, where the last rows of ``weight`` are padding. None: all its rows.
         backend: ``"triton"`` or ``"torch"``; None: the device's own.
-        parallel: what ranks of a process group share; each function says what that means for its result.
+        parallel: the layout of a call over ranks, a ``TokenParallel`` or ``VocabParallel``; None: this process alone.
     """
 
     memory_budget: int | str | None
@@ -162,7 +162,7 @@ class LogitsOptions(TypedDict, total=False):
 
 
 def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = "spec") -> Any:
-    """A row of the table of options. ``check`` raises for a bad value; it sees no operands."""
+    """A field of ``Call`` that is an option. ``check`` raises for a bad value; it gets no operands."""
     return field(default=default, metadata={"check": check, "decides": decides})
 
 
@@ -264,7 +264,7 @@ class Call(Generic[Result]):
 
     @property
     def differentiable(self) -> tuple[str, ...]:
-        """Names of the outputs that take a gradient, which are the first of ``outputs``."""
+        """Names of the outputs that take a gradient. They stand before all other names in ``outputs``."""
         return tuple([name for name in self.outputs if name not in WITHOUT_SLOPE])
 
     @property
@@ -282,7 +282,7 @@ class Call(Generic[Result]):
 
     @property
     def sequence_sharded(self) -> bool:
-        """True where ranks share the vocabulary and each holds other tokens' hidden states."""
+        """True if ranks share the vocabulary, and each rank holds hidden states of different tokens."""
         return self.shard is not None and self.shard.parallel.sequence_sharded
 
     def check_arguments(self) -> torch.dtype:
@@ -392,7 +392,7 @@ def refuse_names(function: str, unknown: Set[str]) -> NoReturn:
 
 
 def check_inplace(logits: Tensor, inplace: bool) -> None:
-    """Raises ValueError for logits that a gradient cannot overwrite, if ``inplace`` is to do so."""
+    """Raises ValueError if ``inplace`` is true and a gradient cannot overwrite these logits."""
     if not (flag("inplace", inplace) and logits.requires_grad):
         return
     base = logits if logits._base is None else logits._base

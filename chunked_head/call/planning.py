@@ -48,9 +48,9 @@ def grads_asked_for(call: Call[Any]) -> GradFlags:
 def planned(
     tokens: Tokens, hidden: Tensor, makes_grads: GradFlags, is_in_backward: bool
 ) -> tuple[Tokens, Plan, Spans | None]:
-    """Returns the tokens in the order in which they run, the plan, and the spans: chunks whose gradients wait for each
-    other's statistics and for no others (None: each chunk is a span). ``hidden`` [tokens, hidden]; ``is_in_backward``:
-    the call runs inside of a backward. ValueError where no plan fits."""
+    """Returns the tokens in the order in which they run, the plan, and the spans. The gradients of a span's chunks wait
+    for the statistics of these chunks only. Spans are None where each chunk is a span. ``hidden`` [tokens, hidden].
+    ``is_in_backward``: the call runs inside of a backward. ValueError if no plan fits."""
     call, packing, groups, weight, buffer_dtype = tokens.call, tokens.packing, tokens.groups, tokens.call.weight, None
     assert weight is not None
     if call.accumulate_into is not None and call.gradient_buffer is not None:
@@ -138,7 +138,7 @@ NOTES: set[str] = set()  # names of the warnings that this process has given
 
 
 def note_default(plan: Plan) -> None:
-    """Warns once in a process that a call takes much memory by default, and says which budgets would do."""
+    """Warns once in a process that a call takes much memory by default. The warning lists budgets that would do."""
     if "default" not in NOTES:
         NOTES.add("default")
         size_text, rule_text = f"{plan.extra_bytes / 2**30:.1f} GiB beside the gradients", ", ".join(plan.budget_rule)
@@ -158,7 +158,7 @@ def sizes_of(
     **traits: Any,
 ) -> Sizes:
     """The sizes of a call of ``tokens`` tokens. ``has_plain_rows``: columns of hidden states are contiguous.
-    ``traits``: fields of ``Sizes`` that replace those of the backend, of the shard and of the call."""
+    ``traits``: values of fields of ``Sizes``, which replace values that follow from backend, shard and call."""
     weight, backend, bias = call.weight, spec.backend, call.bias
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.size_fields) | traits
@@ -197,7 +197,7 @@ def sizes_of(
 
 
 def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
-    """Raises ValueError where an option needs this library's matmuls and a call of these sizes runs in BLAS's."""
+    """Raises ValueError if an option needs this library's matmuls, and BLAS runs the matmuls of these sizes."""
     is_own_fp8 = sizes.fp8 is not None and tokens.spec.backend.stops_at_device_count
     if not (sizes.skips or sizes.deterministic or is_own_fp8):
         return

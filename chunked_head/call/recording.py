@@ -1,8 +1,8 @@
 """Recordings of sweeps: which sweeps can be recorded, and the key that finds a recording.
 
 The first sweep of a key runs normally, the second is recorded (``kernels/common/recording.py``), later ones replay it.
-A key holds everything that a sweep depends on except addresses and contents of tensors. If the replay
-finds a tensor in memory where the recorded steps cannot run on it, the sweep runs normally.
+A key holds everything that a sweep depends on except addresses and contents of tensors. If a tensor lies in memory
+that the recorded steps cannot take, the sweep runs normally.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class RecordedSweep:
 
 
 def is_recordable(plan: Plan, objective: Objective) -> bool:
-    """True where a sweep consists of launches, products and new memory: losses are the library's own, and there are no
-    other ranks, teacher, sets of columns or packed rows."""
+    """True if a sweep consists of launches, products and new memory only. No loss may be a user's function, and the
+    call may have no other ranks, no teacher, no sets of columns and no packed rows."""
     sizes = plan.sizes
     return (
         sizes.own_matmul
@@ -67,8 +67,8 @@ def inputs_of(work: Any, hidden: Tensor, head: Head) -> list[Tensor | None]:
 
 
 def run_recorded(work: Any, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
-    """The results of ``work.sweep(hidden, head)``: replays its key's recording, or runs the sweep and perhaps records
-    it. ``work``: a ``HeadWork``."""
+    """Returns the results of ``work.sweep(hidden, head)``: replays the recording of the sweep's key, or runs the sweep,
+    which may record it. ``work``: a ``HeadWork``."""
     plan, objective, recordings = work.plan, work.objective, work.recordings
     assert recordings is not None
     if getattr(objective, "table", None) is not None:  # it holds an earlier sweep's values, to which this one adds

@@ -53,7 +53,7 @@ Finished = tuple[RowStats, list[Tensor], list[Tensor]]  # the last three fields 
 
 
 def run(call: Call[Any], spec: Spec) -> Outcome:
-    """Runs the call eagerly. Its outputs are differentiable."""
+    """Runs the call eagerly. The outputs are differentiable."""
     finished = list[Finished]()
     with on_device(call.device):
         tokens, work, operands = prepared(tokens_of(call, spec))
@@ -72,7 +72,7 @@ def prepared(
 ) -> tuple[Tokens, HeadWork | LogitsWork, tuple[Any, ...]]:
     """Returns the tokens in the order in which they run, the work of the sweep, and the operands: hidden states
     [tokens, hidden], weight and bias; or logits. ``makes_grads``: whether gradients of hidden states, weight and bias
-    are made; None: those that autograd asks for."""
+    are made; None: autograd decides."""
     call, spec = tokens.call, tokens.spec
     if call.weight is None:
         logits, on_logits = logits_work(tokens, objective_of(tokens, None))
@@ -105,18 +105,18 @@ def prepared(
 
 
 def in_backward() -> bool:
-    """True while autograd runs a backward; a forward pass is then an activation checkpoint's second run.
+    """True while autograd runs a backward. A call that begins then is in the second run of an activation checkpoint.
 
-    The call then makes no gradients in its forward pass, since a non-reentrant checkpoint discards the new graph. If
-    this torch cannot tell, True for every call under hooks on saved tensors: it costs one matmul more.
+    Such a call makes no gradients in its forward pass, since a non-reentrant checkpoint discards the new graph. If this
+    torch cannot tell, True for every call under hooks on saved tensors, which costs these calls one more matmul.
     """
     task = private("_C._current_graph_task_id")
     return under_hooks() if task is None else task[0]() != -1
 
 
 class CallFunction(torch.autograd.Function):
-    """The autograd Function of a call, which returns its outputs; or of the calls on several streams of hidden states,
-    which returns the sum of their losses.
+    """The autograd Function of a call, or of several calls, one for each stream of hidden states. It returns the
+    outputs of the one call, or the sum of the losses of all streams.
 
     ``buffer``: a ``StreamsBuffer`` in which the streams' gradients of the weight add up, else None. ``finished``: an
     empty list, to which each call appends its statistics, values of summands and totals of metrics. Operands: the
@@ -234,10 +234,10 @@ def refuse_batched(upstream: Tensor) -> None:
 
 @dataclass(eq=False)
 class BackwardWork:
-    """The work of one call's backward: all that it needs besides the tensors that autograd saves.
+    """The work of one call's backward: everything that backward reads besides the tensors that autograd saves.
 
-    Autograd saves the operands and a teacher's tensors, so that they are freed after backward. It also saves the
-    statistics where the call returns them, since an attribute would keep their graph alive.
+    Autograd saves the operands and a teacher's tensors, so that they are freed after backward. If the call returns
+    statistics, autograd saves these too, since an attribute of this object would keep their graph alive.
     """
 
     work: LocalWork  # has empty tensors in place of a teacher's
@@ -248,8 +248,8 @@ class BackwardWork:
     def run(
         self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
     ) -> Grads:
-        """Gradients of the operands. ``grads``: those of the forward pass, which are scaled by ``upstream``; None: they
-        are made here. If this raises, the caller's buffer notes that a part of a gradient may lie in it."""
+        """Returns the gradients of the operands: ``grads`` of the forward pass times ``upstream``; new gradients if
+        ``grads`` is None. After an error, the caller's buffer notes that it may hold a part of a gradient."""
         work, objective, buffer, loss_upstream = self.work, self.work.objective, self.work.gradient_buffer, upstream[0]
         try:
             if buffer is not None:
@@ -308,7 +308,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 class OnlyOnce(torch.autograd.Function):
-    """Identity on a gradient, whose own derivative raises RuntimeError."""
+    """Identity on a gradient. A derivative of this gradient raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:

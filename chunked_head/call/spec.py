@@ -43,7 +43,7 @@ MOST_SPECS, MOST_PLANS, MOST_RECORDINGS = 512, 256, 64  # entries of the caches 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Spec:
-    """The decisions for calls of one key and equal numbers."""
+    """The decisions for calls that have one key and equal ``numbers``."""
 
     dtype: torch.dtype  # dtype of the matmuls
     statistics_dtype: torch.dtype
@@ -105,7 +105,7 @@ def refuse_transforms() -> None:
 
 
 def check_every_call(call: Call[Any], spec: Spec) -> None:
-    """Raises for wrong arguments among those that are not in the Spec's key, and so may differ at every call."""
+    """Raises for a wrong argument that the Spec's key leaves out: its value may differ from call to call."""
     if call.normalizer is not None or call.upstream is not None:
         checks.refuse({
             'normalizer goes with reduction="mean" only; multiply the result instead':
@@ -124,8 +124,8 @@ def check_every_call(call: Call[Any], spec: Spec) -> None:
 
 
 def name_tensors(call: Call[Any]) -> None:
-    """Moves the losses' tensors of token weights, and a tensor of temperatures, into the call's batch. Each gets a name
-    that no field of a user has."""
+    """Moves the losses' tensors of token weights, and a tensor of temperatures, into the call's batch, under names that
+    no field of a user has."""
     batch, terms = dict(call.batch or {}), []
     for coefficient, summand in call.losses.terms:
         if isinstance(summand.token_weights, Tensor):
@@ -198,8 +198,8 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
 
 
 def metadata_of(tensors: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
-    """For each tensor a tuple of all that checks read of it; None for None. A shape that begins with ``leading`` is
-    noted without these dimensions; any other shape is an error to be raised, and is noted complete."""
+    """Returns a tuple for each tensor: shape, dtype and all else that checks read; None for an argument None. A shape
+    that begins with ``leading`` loses these dimensions. Any other shape is complete, and a check will raise for it."""
     leading_dims, metadata_by_tensor = len(leading), list[Any]()
     for x in tensors:
         if x is None:
@@ -218,9 +218,9 @@ def metadata(tensor: Tensor, leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
 
 
 def of_field(name: str, value: Tensor, kinds: Mapping[str, Field], call: Call[Any]) -> Hashable:
-    """``metadata`` of the field ``name`` without its number of tokens, segments, pairs or kept ids, so that calls of
-    other lengths share a key. If a check compares that number with another field's, the key has the result of the
-    comparison. ``kinds``: the kinds of fields that losses declare, by name."""
+    """``metadata`` of the field ``name`` without the field's length in tokens, segments, pairs or kept ids: calls of
+    other lengths share a key. If a check compares this length with another field's length, the key has the result of
+    the comparison. ``kinds``: for each name that losses declare, its ``Field``."""
     batch: Any = call.batch
     leading, num_segments, shape = call.leading, call.num_segments, tuple(value.shape)
     if name in KEPT_FIELDS:
@@ -241,7 +241,7 @@ def measures_of(call: Call[Any]) -> list[Summand | Metric]:
 
 
 def build(call: Call[Any], numbers: tuple[Any, ...]) -> Spec:
-    """A new Spec. Raises what is wrong with the call as far as neither sizes nor the contents of tensors tell it.
+    """Makes a new Spec. Raises for every error that shows without a plan and without the contents of tensors.
     ``numbers``: floats of the head, losses and metrics, which the key leaves out."""
     dtype, batch = call.check_arguments(), call.batch or {}
     check_losses(call)
@@ -280,8 +280,8 @@ def decided(
     columns: int,
     teacher_vocab: int | None,
 ) -> Spec:
-    """The Spec of a call whose arguments have been checked. ``plan()`` makes such a call from sizes. ``columns``: K
-    of ``teacher_ids`` [tokens, K], or 0. ``teacher_vocab``: number of a dense teacher's ids, or None."""
+    """Makes the Spec of a call whose arguments have been checked, or have been made from sizes by ``plan()``.
+    ``columns``: K of ``teacher_ids`` [tokens, K], or 0. ``teacher_vocab``: number of a dense teacher's ids, or None."""
     structure, demand = structure_at(call, field_names, columns, teacher_vocab)
     summands = [summand for _, summand in call.losses.terms]
     is_coupled = not call.outputs and "segment" in [summand.scope for summand in summands]
@@ -309,9 +309,9 @@ def decided(
 def structure_at(
     call: Call[Any], field_names: Sequence[str], columns: int, teacher_vocab: int | None
 ) -> tuple[Structure, Demand]:
-    """Returns the ``Structure`` of losses and metrics, which has the values of this call's options, and the ``Demand``:
-    the statistics that losses, metrics and outputs need.
-    ``columns`` and ``teacher_vocab``: as in ``decided``."""
+    """Returns the ``Structure`` of losses and metrics with this call's numbers, and the ``Demand``: the statistics that
+    losses, metrics and outputs need. ``columns``: K of ``teacher_ids`` [tokens, K], or 0. ``teacher_vocab``: number of
+    a dense teacher's ids, or None."""
     losses_and_metrics = call.losses, call.metrics
     structure, demand = structure_of(*losses_and_metrics, call.plain_temperature, call.vocab, columns, teacher_vocab)
     if call.outputs and call.outputs != ("values",):
@@ -360,8 +360,8 @@ def check_losses(call: Call[Any]) -> None:
 
 
 def check_fp8(call: Call[Any], spec: Spec, gpu: Gpu | None = None) -> None:
-    """Raises for calls whose logits cannot be made from e4m3 operands. ``gpu``: the GPU to check instead of the call's
-    device."""
+    """Raises for calls with ``precision="fp8"`` whose logits cannot be products of e4m3 operands. ``gpu``: the GPU to
+    check in place of the call's device."""
     if call.precision is None:
         checks.refuse({'fp8_weight goes with precision="fp8"; pass both': call.fp8_weight is not None})
         return
@@ -407,7 +407,7 @@ def check_sets(call: Call[Any], demand: Demand, field_names: Sequence[str]) -> N
 
 
 def bare(structure: Structure) -> Structure:
-    """The structure with empty tensors in place of the call's, which must not outlive the call."""
+    """The structure with an empty tensor in place of each tensor of the call, since a Spec outlives the call."""
     empty_tensor = torch.empty(0, dtype=torch.float32, device="cpu")
     summands = []
     for summand, view in structure.summands:

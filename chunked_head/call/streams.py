@@ -35,19 +35,19 @@ class StreamsBuffer(GradientBuffer):
         self.fresh = True
 
     def added(self, work: LocalWork, grads: Gradients | None) -> None:
-        """Notes that a stream has added to the sums, and takes the reference to the sums out of ``grads``, the stream's
-        gradients."""
+        """Notes that a stream has added to the sums. Drops the reference to the sums from ``grads``, the gradients of
+        the stream."""
         self.fresh = self.fresh and not len(work.objective.targets)
         if grads is not None:
             grads.drop_weight()
 
     def result(self) -> None:
-        """Returns None as one stream's gradient of the weight, which the backward of all streams returns once."""
+        """Returns None in place of a stream's gradient of the weight: ``finished`` returns the sum over all streams."""
 
     def finished(self, backwards: Sequence[BackwardWork], upstream: Grads, has_late_gradients: bool) -> Tensor:
-        """The sums in the weight's dtype; nan if an id of any stream was out of range. Drops the reference to them,
-        since a graph may outlive its backward. ``has_late_gradients``: the sums were made in backward and have the
-        upstream gradient in them."""
+        """Returns the sums in the weight's dtype; nan if an id of any stream was out of range. The buffer keeps no
+        reference to the sums, since a graph may outlive its backward. ``has_late_gradients``: backward made the sums,
+        already multiplied by the upstream gradient."""
         work = backwards[0].work
         factors: tuple[Tensor, ...] = (torch.stack([b.work.objective.one_or_nan for b in backwards]).prod(),)
         if not has_late_gradients:

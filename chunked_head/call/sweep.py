@@ -48,8 +48,8 @@ class LocalWork:
         raise NotImplementedError
 
     def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """[tokens] factors of the rows of hidden's gradient that the forward pass has made for upstream gradients of 1.
-        ``upstream``: upstream gradients of the outputs."""
+        """[tokens] a factor for each row of hidden's gradient, which the forward pass has made for an upstream gradient
+        of 1. ``upstream``: upstream gradients of the outputs."""
         raise NotImplementedError
 
     def late_gradients(
@@ -59,7 +59,7 @@ class LocalWork:
         raise NotImplementedError
 
     def with_teacher(self, tensors: Sequence[Tensor]) -> Self:
-        """The work with these tensors in place of its dense teacher's."""
+        """The work with ``tensors`` in place of a dense teacher's tensors; the same object without a dense teacher."""
         objective = self.objective
         if objective.teacher is None:
             return self
@@ -81,7 +81,7 @@ class LocalWork:
 
     @functools.cached_property
     def column_sets(self) -> ColumnSets | None:
-        """Sets of columns of tokens, as columns of this rank; None: all softmaxes are over the vocabulary."""
+        """The sets of columns that softmaxes are over, as columns of this rank; None: no softmax is over a set."""
         column_sets = self.objective.column_sets
         if column_sets is None or self.shard is None:
             return column_sets
@@ -89,19 +89,19 @@ class LocalWork:
 
     @property
     def has_vocabulary_rows(self) -> bool:
-        """True where some softmax may be over the vocabulary: a matmul makes logits."""
+        """True if a softmax may be over the vocabulary, whose logits a matmul makes."""
         return self.objective.column_sets is None or not self.objective.column_sets.everywhere
 
     @functools.cached_property
     def local_columns(self) -> Tensor | None:
         """[tokens, K] int64: each token's ``teacher_ids`` as columns of this rank, -1 for an id of another rank; None
-        without such ids."""
+        if the call has no ``teacher_ids``."""
         columns = self.objective.columns
         return columns if columns is None or self.shard is None else self.shard.local_columns(columns)
 
     @functools.cached_property
     def token_checks(self) -> Tensor:
-        """[tokens] numbers that ranks that share the vocabulary compare: equal where they have the same tokens."""
+        """[tokens] check numbers, equal on all ranks that share the vocabulary if the ranks have equal tokens."""
         assert self.shard is not None
         numbers, scale, column_sets = self.objective.targets, self.objective.scale, self.objective.column_sets
         if column_sets is not None:
@@ -131,7 +131,7 @@ class HeadWork(LocalWork):
     fp8_weight: QuantisedWeight | None = None  # the caller's copy of the weight in e4m3
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
-        """The head in the dtype of the matmuls. Under autocast its weight is a copy, made once for the pass."""
+        """The head in the dtype of the matmuls. Under autocast the weight is cast to a copy, once for a pass."""
         sizes = self.plan.sizes
         bias = None if bias is None else bias[: sizes.vocab].to(sizes.dtype).contiguous()
         weight = weight.to(sizes.dtype)
@@ -166,10 +166,10 @@ class HeadWork(LocalWork):
         stats_and_coefficients: tuple[RowStats, Coefficients] | None = None,
     ) -> tuple[RowStats, Gradients | None]:
         """Runs one pass over chunks of tokens. Returns the statistics of all tokens, and the gradients if this pass
-        makes them.
+        makes them, else None.
 
-        ``stats_and_coefficients``: those of all tokens, in a backward that computes logits again, which makes only
-        gradients.
+        ``stats_and_coefficients``: statistics and coefficients of all tokens. Backward passes them when it computes the
+        logits again; the pass then makes only gradients.
         """
         objective, plan, backend, tokens = self.objective, self.plan, self.backend, len(self.objective.targets)
         is_recompute = stats_and_coefficients is not None
@@ -201,8 +201,8 @@ class HeadWork(LocalWork):
             clean_teacher_hidden = teacher.weight.new_empty(most_rows, teacher.hidden.shape[1])
 
         def rows_of(chunk: slice) -> Rows:
-            """The rows of a chunk. The store copies ``source`` to ``hidden``; a teacher's hidden states are copied
-            here."""
+            """The rows of a chunk. A teacher's hidden states are copied here; the store copies the student's later,
+            from ``Rows.source`` to ``Rows.hidden``."""
             row_count = chunk.stop - chunk.start
             is_part = row_count < tokens
             source, chunk_order, chunk_teacher = hidden, order, teacher
@@ -272,7 +272,7 @@ class HeadWork(LocalWork):
         return factors if self.shard is None else self.shard.own_tokens(factors).contiguous()
 
     def recomputing(self) -> "HeadWork":
-        """The work with a plan that makes gradients in backward, as a second backward over a retained graph does."""
+        """The work with a plan that makes gradients in backward; a second backward over a retained graph needs it."""
         if self.plan.schedule == "recompute":
             return self
         plan = find_late_plan(self.plan.sizes, self.request)
@@ -293,8 +293,8 @@ class HeadWork(LocalWork):
     def recompute(
         self, operands: Sequence[Any], stats: RowStats, coefficients: Coefficients
     ) -> tuple[Tensor | None, ...]:
-        """Computes the logits again. Returns the gradients of hidden states, weight and bias from all tokens'
-        coefficients."""
+        """Computes the logits again. Returns the gradients of hidden states, weight and bias. ``coefficients``: of all
+        tokens."""
         hidden, weight, bias = operands[:3]
         packing, one_or_nan = self.packing, self.objective.one_or_nan
         _, grads = self.sweep(hidden, self.head(weight, bias), (stats, coefficients))
@@ -342,9 +342,9 @@ def run_chunks(
 ) -> None:
     """The loop over chunks of tokens: writes to ``stats``, runs the losses, adds to ``grads``.
 
-    ``rows_of`` returns the rows of a slice of tokens. A span is a list of chunks that wait for each other's statistics.
-    ``coefficients``: those of all tokens, in a backward that computes logits again; None in a forward pass.
-    """
+    ``rows_of`` returns the rows of a slice of tokens. The gradients of a span's chunks wait for all statistics of the
+    span. ``coefficients``: coefficients of all tokens, in a backward that computes logits again; None in a forward
+    pass."""
     objective, plan, tokens = work.objective, work.plan, len(work.objective.targets)
     has_sums, has_unit_rows = bool(objective.demand.sums), plan is not None and plan.has_unit_rows
     # statistics of student and teacher are then made along with the gradients

@@ -37,8 +37,8 @@ class Packing:
     order of chunks.
 
     Chunks gather hidden states by ``order``; the gradient of hidden states is put back into the caller's order at the
-    end of a pass. Matmuls run over all rows of ``order``, or over the first ``count``, which only the device knows.
-    """
+    end of a pass. Matmuls run over all rows of ``order``, or over the first ``count`` rows, a number that only the
+    device knows."""
 
     order: Tensor  # [packed] int64: index of each row in the call's tensors; packed <= tokens rows run
     count: Tensor | None  # [] int64: number of rows that count, the first ones; None: all of ``order`` do
@@ -46,14 +46,14 @@ class Packing:
 
     @classmethod
     def by_target(cls, targets: Tensor, wait: bool) -> "Packing":
-        """The order that has rows with a target first. ``targets`` [tokens], -1 where a token does not count. ``wait``:
-        the host waits for the number of rows that count, and ``order`` has no others."""
+        """A packing with rows that count before all others. ``targets`` [tokens], -1 where a token does not count.
+        ``wait``: the host waits for the number of rows that count, and ``order`` leaves out all other rows."""
         is_ignored, count = targets < 0, (targets >= 0).sum()
         order = torch.sort(is_ignored.to(torch.uint8), stable=True).indices
         return cls(order[: int(count)], None, len(targets)) if wait else cls(order, count, len(targets))
 
     def pack(self, values: Tensor) -> Tensor:
-        """Values [tokens, ...] in this order [packed, ...]."""
+        """Gathers ``values`` [tokens, ...] by ``order``: returns [packed, ...]."""
         return values.index_select(0, self.order)
 
     def places(self, rows: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Packing:
         return place[rows]  # -1 reads the last element, which is -1
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Values [packed, ...] at their tokens' places [tokens, ...], 0 elsewhere; differentiable."""
+        """Puts ``values`` [packed, ...] into the caller's order: returns [tokens, ...], 0 elsewhere; differentiable."""
         zeros = values.new_zeros(self.tokens, *values.shape[1:])
         return zeros.index_copy(0, self.order, values)
 
@@ -80,8 +80,8 @@ class RangeChecks:
     is_wrong: list[Tensor] = field(default_factory=list)  # [] bool each
 
     def in_range(self, name: str, ids: Tensor, id_count: int, missing_id: int | None) -> Tensor:
-        """``ids`` with -1 in place of those that are neither in [0, id_count) nor equal to ``missing_id``, the value
-        for no id (None: there is no such value). Such an id raises IndexError on the CPU and sets a flag elsewhere."""
+        """Returns ``ids`` with -1 for wrong ids. An id is wrong outside of [0, id_count), unless it is ``missing_id``,
+        a value for no id (or None). A wrong id raises IndexError on the CPU and sets a flag elsewhere."""
         is_out_of_range = (ids < 0) | (ids >= id_count)
         if missing_id is not None:
             is_out_of_range &= ids != missing_id
@@ -114,8 +114,8 @@ class RangeChecks:
 
 @dataclass(eq=False)
 class Tokens:
-    """A checked call with its targets and fields, a row for each row of hidden states. Where a token does not count,
-    its fields are 0, and ids among them -1."""
+    """A checked call with its targets and fields, which have a row for each row of hidden states. In rows of tokens
+    that do not count, numbers are 0 and ids -1."""
 
     call: Call[Any]
     spec: Spec
@@ -144,7 +144,7 @@ class Tokens:
 
 
 def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
-    """The tokens of a call. This is the first work on tensors; it checks their ids."""
+    """Makes the tokens of a call, the call's first work on tensors. Checks the contents of tensors of ids."""
     batch, structure = call.batch or {}, spec.structure
     if structure is None:
         structure = structure_of_call(call, spec)
@@ -185,8 +185,8 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
 
 
 def structure_of_call(call: Call[Any], spec: Spec) -> Structure:
-    """The structure of a call with a user's function, which no Spec keeps. If the call has a target, all losses and
-    metrics count as readers of it, since a user's function may read it in some calls only."""
+    """The structure of a call with a user's function; a Spec keeps no such structure. If the call has a target, all
+    losses and metrics count as readers of the target, since a user's function may read it in some calls only."""
     structure, _ = structure_at(call, spec.field_names, spec.columns, spec.teacher_vocab)
     if call.target is None:
         return structure
@@ -205,9 +205,9 @@ def read_tokens(
     batch: Mapping[str, Tensor],
     leading: tuple[int, ...],
 ) -> Tokens:
-    """The tokens of a call, with targets and all fields that it reads in the rows of the hidden states that predict
-    them (``shift``), 0 (ids -1) where a token does not count. ``target`` and ``batch`` are the caller's; ``leading``:
-    the shape of the target. A wrong value raises on the CPU; elsewhere it makes ``one_or_nan`` and ``inverse`` nan."""
+    """Makes the tokens of a call from the caller's ``target`` and ``batch``. Moves targets and fields by ``shift``, to
+    the rows of hidden states that predict them. Fields are 0, and ids -1, where a token does not count. ``leading``:
+    shape of the target. A wrong value raises on the CPU; elsewhere it makes ``one_or_nan`` and ``inverse`` nan."""
     dtype, field_kinds, shift, ignore_index = spec.statistics_dtype, spec.field_kinds, call.shift, call.ignore_index
     if target is None:
         # every token counts, with id 0; -1 takes the place of the caller's ignore_index, which may be 0
@@ -265,8 +265,8 @@ def rows_of_field(
     leading: tuple[int, ...],
     checks: RangeChecks,
 ) -> Tensor:
-    """A field of tokens as [tokens, ...] in the order of hidden states, 0 (ids -1) where ``is_ignored`` [tokens] is
-    true."""
+    """Returns a field [tokens, ...] in the order of hidden states. Where ``is_ignored`` [tokens] bool is true, numbers
+    are 0 and ids -1."""
     kind, leading_dims = spec.field_kinds[name], len(leading)
     if kind.kind == "token" and leading_dims:
         value = shift_left(value, call.shift, -1 if kind.type == "int" else 0, leading_dims - 1)
@@ -288,8 +288,8 @@ def rows_of_field(
 def columns_of_teacher(
     fields: Mapping[str, Tensor], targets: Tensor, vocab: int, checks: RangeChecks
 ) -> dict[str, Tensor]:
-    """Returns the field ``teacher_ids`` [tokens, K], with -1 where an entry does not count; and, if the batch has the
-    teacher's log-probabilities, ``teacher_entries`` [tokens, K] bool, true where one counts."""
+    """Returns ``teacher_ids`` [tokens, K], with -1 in place of ids that do not count. If the batch has the teacher's
+    log-probabilities, it also returns ``teacher_entries`` [tokens, K] bool, true where an id counts."""
     ids, logprobs = fields["teacher_ids"], fields.get("teacher_logprobs")
     is_valid = (targets >= 0)[:, None]
     if logprobs is not None:
@@ -331,8 +331,8 @@ def reading_is_free(tensor: Tensor) -> bool:
 def of_all_ranks(
     shard: Shard, call: Call[Any], spec: Spec, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Mapping[str, Tensor], tuple[int, ...]]:
-    """Gathers targets and fields from ranks that hold different tokens. Returns the targets of all ranks' tokens,
-    the fields by name, and the leading shape of both, (number of all ranks' tokens,)."""
+    """Gathers targets and fields from ranks that hold different tokens. Returns the targets of all ranks' tokens, the
+    fields by name, and the leading shape of targets and fields, (number of all ranks' tokens,)."""
     leading_dims, token_count = len(call.leading), math.prod(call.leading)
     token_field_names = [name for name in spec.field_names if spec.field_kinds[name].kind in ("token", "row")]
     local_tensors = {name: batch[name].flatten(0, leading_dims - 1) for name in token_field_names}

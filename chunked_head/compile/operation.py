@@ -30,10 +30,10 @@ IN_GRAPH: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {}
 
 
 def operation(function: Callable[P, Call[Result] | Streams[Result]]) -> Callable[P, Result]:
-    """Decorator for a function that makes a ``Call`` of its arguments. Returns the public function, which runs the call
-    and returns the call's result.
+    """Decorator for ``function``, which makes a ``Call`` of its arguments. Returns the public function, which runs the
+    call and returns the call's result.
 
-    Under ``torch.compile`` ``function`` runs while the graph is traced, on tensors without data. Its checks raise then.
+    Under ``torch.compile``, ``function`` runs and checks its arguments during tracing, on tensors without data.
     """
     function_name, signature = function.__name__, inspect.signature(function)
     names = tuple(signature.parameters)
@@ -90,8 +90,8 @@ def execute(
 
 
 def as_operator(name: str, arguments: dict[str, Any]) -> Any:
-    """Puts a call of the public function ``name`` into the present graph, as one operator. Returns the function's
-    result; None for arguments that have a user's function.
+    """Puts a call of the public function ``name`` into the graph being traced, as one operator. Returns the result of
+    the public function; None if an argument contains a user's function.
 
     This function uses nothing but tuples, attributes and the operator, since a compiler traces it.
     """

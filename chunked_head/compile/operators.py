@@ -89,8 +89,8 @@ def autocast_keys(key_enum: Any, key_set_class: Any) -> Any:
 def prepared_call(
     key: str, operands: list[Tensor], tensors: list[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tokens, HeadWork | LogitsWork, Sequence[Any]]:
-    """Makes the call of a recipe on these tensors. Returns the call's tokens, its work and the operands of the work, as
-    ``prepared`` does."""
+    """Makes the call of the recipe ``key`` on these tensors. Returns the results of ``prepared``: the call's tokens,
+    its work, and the operands of the work."""
     call, spec = call_of_recipe(key, operands, tensors)
     hidden_grad, weight_grad, bias_grad = (*needs_grad, False, False)[:3]
     return prepared(tokens_of(call, spec), (hidden_grad, weight_grad, bias_grad))
@@ -102,8 +102,8 @@ def has_late_gradients(call: Call[Any]) -> bool:
 
 
 def has_unit_rows(call: Call[Any], spec: Spec, needs_grad: Sequence[bool]) -> bool:
-    """True if ``forward`` returns rows of hidden's gradient: the call returns values per token, the plan counts on
-    an upstream gradient of one of these values only, and hidden states are the only operand that takes a gradient."""
+    """True if ``forward`` returns rows of hidden's gradient. The call then returns values per token, of which the plan
+    expects one alone to get an upstream gradient, and hidden states are the only operand that takes a gradient."""
     is_only_hidden = call.weight is not None and not any(needs_grad[1:])
     return bool(call.outputs) and spec.num_row_factors == 1 and is_only_hidden
 
@@ -151,8 +151,8 @@ def pack_results(
 def counts_and_rows(
     tokens: Tokens, work: HeadWork | LogitsWork, operands: Sequence[Any], stats: RowStats, grads: Gradients | None
 ) -> list[Tensor]:
-    """Returns a factor for each token and the rows of hidden's gradient for upstream gradients of 1. Factors [tokens]
-    are 1 where a token counts, else 0; all are nan if any id is out of range."""
+    """Returns factors [tokens], and the rows of hidden's gradient for upstream gradients of 1. A factor is 1 where a
+    token counts, else 0; all factors are nan if any id is out of range."""
     objective, hidden = work.objective, tokens.call.rows
     assert isinstance(work, HeadWork)
     if grads is not None:
@@ -195,9 +195,9 @@ def expected_gradients(
 
 def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """The dtypes of gradients of hidden states, weight and bias among the outputs of ``forward``. Gradients of hidden
-    states and weight have the operand's dtype. They have fp32 at least if ``accumulate_dtype`` is fp32, and for fp16
-    matmuls: the upstream gradient comes later, and an unscaled gradient may exceed the range of fp16. The bias's
-    gradient always has fp32 at least."""
+    states and weight have the operand's dtype. They have fp32 at least if ``accumulate_dtype`` is fp32 or if matmuls
+    are in fp16: before autograd multiplies a gradient by the upstream gradient, it may exceed the range of fp16. The
+    bias's gradient always has fp32 at least."""
     assert call.weight is not None
     hidden_dtype, weight_dtype = call.rows.dtype, call.weight.dtype
     wide_dtype = torch.promote_types(spec.dtype, torch.float32)
@@ -208,7 +208,7 @@ def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dty
 
 
 def in_shape(grads: Grads, operands: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
-    """The gradients that are not None, each viewed in the shape of its operand."""
+    """Views each gradient that is not None in the shape of its operand. Leaves out gradients that are None."""
     present_grads = [grad for grad in grads if grad is not None]
     shapes = [operand.shape for operand in itertools.compress(operands, needs_grad)]
     return [grad.view(shape) for grad, shape in zip(present_grads, shapes, strict=True)]
@@ -316,8 +316,8 @@ def differentiate(ctx: Any, upstream: list[Tensor]) -> tuple:
 
 
 def late_gradients(ctx: Any, upstream: list[Tensor]) -> list[Tensor]:
-    """Gradients of the operands, which the operator ``backward`` makes from statistics. ``upstream``: of the call's
-    values."""
+    """Gradients of the operands, which the operator ``backward`` makes from statistics. ``upstream``: the upstream
+    gradients of the call's values."""
     saved_tensors, num_operands = [*ctx.saved_tensors], len(ctx.needs_grad)
     num_inputs = num_operands + ctx.num_tensors
     operands, tensors = saved_tensors[:num_operands], saved_tensors[num_operands:num_inputs]

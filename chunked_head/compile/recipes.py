@@ -112,7 +112,7 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
 
 def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
     """Stores a recipe and returns its key. The key is equal in all processes, since compiled graphs are kept on disk.
-    Returns "" if ``arguments`` have a user's function, since no graph holds such a call."""
+    Returns "" if ``arguments`` contain a user's function, since no graph holds such a call."""
     if has_users_function(arguments):
         return ""
     note_functions(arguments)
@@ -123,7 +123,7 @@ def registered(function: str, arguments: tuple, autocast: torch.dtype | None) ->
 
 
 def text_of(value: Any) -> str:
-    """A text for ``value``, nested tuples of plain values; different values have different texts."""
+    """A text for ``value``, which is nested tuples of plain values. Different values have different texts."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(text_of, value))})"
     if isinstance(value, tuple):
@@ -138,7 +138,7 @@ def text_of(value: Any) -> str:
 
 
 def has_users_function(value: Any) -> bool:
-    """True if ``value``, nested tuples of plain values and functions, has a function that a user has written."""
+    """True if the nested tuples ``value`` contain a function that a user has written."""
     if isinstance(value, functools.partial):
         value = (value.func, value.args, *value.keywords.values())
     if isinstance(value, tuple):
@@ -147,8 +147,8 @@ def has_users_function(value: Any) -> bool:
 
 
 def note_functions(description: Any) -> None:
-    """Adds functions of sums over the vocabulary to ``FUNCTIONS``, for ``restored``. ``description``: from
-    ``described``."""
+    """Adds the functions of all vocabulary sums in ``description`` to ``FUNCTIONS``, where ``restored`` finds them.
+    ``description``: a result of ``described``."""
     if isinstance(description, tuple):
         if len(description) == 2 and description[0] == "sum" and isinstance(description[1], tuple):
             name = description[1][0]

@@ -7,8 +7,8 @@ last calls.
 A call of the expected kind sends its messages without waiting. The device compares the ranks' agreements, and makes
 results nan if they differ. The host reads the comparison at the next call, and raises then. A call of another kind
 waits for the comparison, and raises at once if ranks differ. A rank whose call is of the expected kind does not wait,
-and sends the messages of that kind. So a rank that raises takes part in these messages first, with nan: no rank waits
-for a message that never comes, or receives a message of another size.
+and sends the messages of that kind. So a rank that is about to raise first sends the same messages, filled with nan: no
+rank waits for a message that never comes, or receives a message of another size.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ class Agreement(NamedTuple):
     written_event: Any  # event after the GPU's stream has written the message; None on a CPU
 
     def message_on(self, stream: Any) -> Tensor:
-        """The message, to be sent on the GPU's ``stream`` (None on a CPU). Makes the stream wait until the message is
-        written."""
+        """Returns the message, to be sent on the GPU's ``stream`` (None on a CPU). Makes the stream wait until the
+        message is written."""
         if self.written_event is not None:
             stream.wait_event(self.written_event)
             self.message.record_stream(stream)
@@ -92,8 +92,8 @@ class GroupHistory:
             self.recorded_messages = self.messages_by_kind[kind_hash] = []
 
     def check_last_call(self) -> None:
-        """Raises ValueError if ranks made different calls last. The host waits for the comparison alone, which
-        the device runs before the rest of that call."""
+        """Raises ValueError if the ranks' last calls differed. The host waits until the device has compared them, which
+        comes before the rest of the last call."""
         if self.unread_comparison is not None:
             (written_event, agreements, layout), self.unread_comparison = self.unread_comparison, None
             if written_event is not None:
@@ -109,7 +109,7 @@ class GroupHistory:
             raise ValueError(self.error)
 
     def send_nan(self, kind_hash: int | None, group: Any) -> None:
-        """Takes part in all messages of a call of this kind, with nan: other ranks have begun such a call."""
+        """Sends all messages of a call of this kind, filled with nan, since other ranks have begun such a call."""
         num_ranks, device = distributed.get_world_size(group), self.zero_or_nan.device
         for collective, num_elements, dtype in (kind_hash and self.messages_by_kind.get(kind_hash)) or ():
             fill_value = torch.nan if dtype.is_floating_point else 0
@@ -240,8 +240,8 @@ def difference_in_words(agreements: Tensor, layout: str) -> str:
 
 
 def split_remedy(fields_by_rank: list[dict[str, str]]) -> str:
-    """The end of an error's text for ranks that hold different numbers of the head's rows: the argument to pass. ""
-    if a rank's field lacks the numbers, or has been cut."""
+    """The end of an error's text, which names the argument to pass if ranks hold different numbers of the head's rows;
+    "" if these numbers are missing or cut in the text of a rank's fields."""
     if not all(fields.get(ROWS, "").endswith("]") for fields in fields_by_rank):
         return ""
     rows_by_rank = [json.loads(fields[ROWS])[rank] for rank, fields in enumerate(fields_by_rank)]
@@ -257,8 +257,8 @@ def text_bytes_of(message: Tensor) -> bytes:
 
 
 def begin_backward(group: Any) -> None:
-    """Ends the recording of a forward pass's messages, before backward sends messages. ValueError if ranks made
-    different calls last: a rank that has raised sends no messages of a backward."""
+    """Ends the recording of a forward pass's messages, before backward sends messages. ValueError if the ranks' last
+    calls differed: a rank that has raised sends no messages of a backward."""
     for device, history in HISTORIES.get(group, {}).items():
         history.recorded_messages = None
         if not is_captured(device):

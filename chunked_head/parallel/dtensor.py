@@ -19,7 +19,7 @@ def local_operands(
     options: Mapping[str, Any],
 ) -> tuple[tuple[Any, Any, Any], Any]:
     """Returns hidden states, weight and targets as this rank's plain tensors, through which gradients flow, and the
-    options for a call on these tensors: "bias" is plain too, "vocab_size" and "parallel" follow from placements.
+    options of a call on these tensors, with a plain "bias", and with "vocab_size" and "parallel" from the placements.
 
     A weight with ``Shard(0)`` (``ColwiseParallel``) is split over the vocabulary. A weight with ``Replicate()`` is
     complete. Hidden states have ``Replicate()``, or ``Shard(i)`` along a dimension of tokens on the weight's mesh.
@@ -92,8 +92,8 @@ def vocabulary_mesh(weight: Any) -> Any:
 
 
 def local_tokens(hidden: Any, target: Any, mesh: Any) -> tuple[Tensor, Any, bool]:
-    """Returns this rank's hidden states and targets, and a bool: True if they are a part of the tokens, False if they
-    are all tokens. ``mesh``: the weight's. ValueError for placements that no head takes."""
+    """Returns hidden states and targets on this rank, and a bool: True if the rank has a part of the tokens, False if
+    it has all tokens. ``mesh``: mesh of the weight. ValueError for placements that no head takes."""
     if not is_dtensor(hidden):
         return hidden, target, False
     sharded_placements = [placement for placement in hidden.placements if not placement.is_replicate()]

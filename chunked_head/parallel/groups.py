@@ -114,8 +114,8 @@ class VocabParallel(GroupLayout):
 
     def split(self, num_rows: int, vocab_size: int | None) -> tuple[int, tuple[int, ...]]:
         """Returns the number of ids of the vocabulary, and the number of ids on each rank [ranks], both without
-        padding. ``num_rows``: number of the head's rows, or of the logits' columns, on this rank. ValueError if
-        numbers are wrong as far as this rank knows; no message has been sent then."""
+        padding. ``num_rows``: number of the head's rows, or of the logits' columns, on this rank. Raises
+        ValueError for numbers that this rank knows to be wrong, before any message is sent."""
         if self.rows is not None:
             rows_by_rank = self.rows
         elif vocab_size is not None and num_rows == part_sizes(vocab_size, self.ranks)[self.rank]:
@@ -148,7 +148,7 @@ class VocabParallel(GroupLayout):
 
 
 def part_sizes(vocab: int, ranks: int) -> tuple[int, ...]:
-    """Sizes [ranks] of the pieces of ``vocab`` rows that ``torch.chunk`` makes; 0 where it makes no piece."""
+    """Sizes [ranks] of the pieces into which ``torch.chunk`` divides ``vocab`` rows; 0 for ranks without a piece."""
     rows_per_rank = math.ceil(vocab / ranks)
     return tuple(max(0, min(rows_per_rank, vocab - rank * rows_per_rank)) for rank in range(ranks))
 
@@ -181,7 +181,7 @@ def shift_targets(
     dim: int = -1,
     layout: str = "contiguous",
 ) -> Tensor:
-    """Shifts sequences of targets of which each rank of ``group`` holds slices: the result has target t + shift at t.
+    """Shifts sequences of targets by ``shift`` to the left. Each rank of ``group`` holds slices of each sequence.
 
     The function stands in for the argument ``shift`` of ``linear_cross_entropy`` where no rank has a complete sequence.
     One message sends the first ``shift`` ids of every slice. The last ``shift`` tokens of a sequence predict nothing

@@ -55,7 +55,7 @@ class SummedRows:
 
 class ScatteredRows:
     """Reduce-scatters the gradient of hidden states. Every rank has some rows of hidden states, and a share of the
-    gradient of all rows. Row i of rank r is row i * ranks + r of the call: a chunk has as many of each rank."""
+    gradient of all rows. Row i of rank r is row i * ranks + r of the call: ranks have equally many rows in a chunk."""
 
     def __init__(self, group: Any):
         self.group, self.num_ranks = group, distributed.get_world_size(group)
@@ -71,7 +71,7 @@ class ScatteredRows:
         return self.buffer[:num_rows]
 
     def reduce(self, dhidden: Tensor, rows: slice) -> None:
-        """Starts the reduce-scatter of the buffer's rows, ``rows`` of the call, into this rank's rows ``dhidden``."""
+        """Starts the reduce-scatter of ``rows`` of the call, from the buffer to this rank's rows, ``dhidden``."""
         assert self.buffer is not None
         self.wait()
         local_rows = dhidden[rows.start // self.num_ranks : rows.stop // self.num_ranks]
@@ -108,8 +108,8 @@ class GatheredRows:
         self.buffer = hidden.new_empty(most_rows, hidden.shape[1])
 
     def chunk(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Returns the hidden states [rows, hidden] of the call's ``rows``, sorted by rank; and for each row of the call
-        [rows] int64 its index in these hidden states."""
+        """Returns the hidden states [rows, hidden] of ``rows`` of the call, sorted by rank, and an index [rows] int64
+        for each of these rows of the call: its position among the returned hidden states."""
         local_rows = self.hidden[rows.start // self.num_ranks : rows.stop // self.num_ranks]
         gathered_rows = self.buffer[: rows.stop - rows.start]
         all_gather(gathered_rows, local_rows.contiguous(), self.group)

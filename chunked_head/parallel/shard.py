@@ -21,8 +21,8 @@ MOST_RELATIVE_DIFFERENCE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's part of the vocabulary in a call, and the messages between ranks. All ranks have the same plan, and
-    so send messages in the same order."""
+    """This rank's part of the vocabulary in a call, and the messages between ranks. All ranks send messages in the same
+    order, since they have the same plan."""
 
     parallel: VocabParallel
     vocab: int  # number of ids on all ranks together
@@ -139,8 +139,8 @@ class Shard:
         return values.unflatten(0, (-1, self.parallel.ranks))[:, self.parallel.rank]
 
     def upstream_of_all_ranks(self, upstream: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Sums upstream gradients [tokens of all ranks] over ranks, if ranks have different tokens. ``upstream``: 0
-        for tokens of other ranks."""
+        """Sums upstream gradients [tokens of all ranks] over ranks. An element is 0 on a rank without the token.
+        Returns ``upstream`` if all ranks have the same tokens."""
         if not self.parallel.sequence_sharded:
             return upstream
         summed_gradients = [None if gradient is None else gradient.clone() for gradient in upstream]

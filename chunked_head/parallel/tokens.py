@@ -17,8 +17,8 @@ from .groups import TokenParallel
 
 
 def add_up(values: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Sums over ranks of ``values``, each sum in the shape and dtype of its value. One message carries all values in
-    float64, in which counts are exact."""
+    """Sums each of ``values`` over ranks. Returns sums in the shapes and dtypes of the values. One message carries all
+    values in float64, in which counts are exact."""
     message = torch.cat([value.reshape(-1).double() for value in values])
     all_reduce(message, group)
     flat_sums = message.split([value.numel() for value in values])
@@ -41,7 +41,7 @@ class AddOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class RankSums:
-    """Counts and denominators over the tokens of all ranks, and the sum over ranks of sums over segments."""
+    """Counts and denominators over the tokens of all ranks. ``segment_sum`` sums values of segments over ranks."""
 
     parallel: TokenParallel
     counts: Mapping[str, Tensor]  # [num_segments] fp32, by field of segment ids: number of tokens that count
@@ -52,14 +52,14 @@ class RankSums:
         return AddOverRanks.apply(local_sums, self.parallel.group)
 
     def own_share(self, num_values: int, device: torch.device) -> Tensor:
-        """[num_values] bool, for segments or pairs: true where the value is in this rank's share of the loss, which is
-        where the index modulo the number of ranks is the rank."""
+        """[num_values] bool: true for segments (or pairs) in this rank's share of the loss. Segment i is in the share
+        of rank ``i % ranks``."""
         return torch.arange(num_values, device=device) % self.parallel.ranks == self.parallel.rank
 
 
 def metrics_of_all_ranks(metrics: Mapping[str, MetricValue], parallel: TokenParallel) -> dict[str, MetricValue]:
-    """Metrics over the tokens of all ranks, by name, equal on all ranks; takes one message. ``metrics``: their sums and
-    extrema are this rank's, their counts are all ranks'."""
+    """Returns metrics over the tokens of all ranks, by name, equal on all ranks; sends one message. ``metrics``:
+    metrics with sums and extrema of this rank's tokens, and counts of all ranks' tokens."""
     reduced_metrics = over_ranks(metrics, parallel.group, sums_counts=False, gather=all_gather)
     group = Group.from_process_group(parallel.group)
     return {name: replace(value, whole_of=group) for name, value in reduced_metrics.items()}
