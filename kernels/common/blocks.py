@@ -76,8 +76,8 @@ def to_e4m3(x):
     ``x`` is rounded before the cast there."""
     if INTERPRETED:
         exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 2.0**-6))), -6.0)
-        unit = tl.exp2(exponent - 3.0)
-        x = ((x / unit + 12582912.0) - 12582912.0) * unit
+        spacing = tl.exp2(exponent - 3.0)
+        x = ((x / spacing + 12582912.0) - 12582912.0) * spacing
         x = tl.minimum(tl.maximum(x, -LARGEST_E4M3), LARGEST_E4M3)
     return x.to(tl.float8e4nv)
 

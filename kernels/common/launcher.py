@@ -166,8 +166,8 @@ def is_known() -> bool:
     """True if kernels can be launched by their C function: on an NVIDIA GPU, not interpreted, with a version of Triton
     from OLDEST_TRITON to NEWEST_TRITON."""
     version = tuple(int(number) for number in triton.__version__.split(".")[:2])
-    compiles = torch.cuda.is_available() and torch.version.hip is None and not INTERPRETED
-    return compiles and OLDEST_TRITON <= version <= NEWEST_TRITON
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None and not INTERPRETED
+    return is_nvidia and OLDEST_TRITON <= version <= NEWEST_TRITON
 
 
 def is_plain(kernel: Any) -> bool:

@@ -146,10 +146,10 @@ class Recorder:
 
     def pointer(self, tensor: torch.Tensor) -> Argument:
         """Adds the tensor's address as an argument of a kernel."""
-        pointer = self.place_of(tensor)[:2]
-        if pointer not in self.pointers:
-            self.pointers.append(pointer)
-        return "pointers", self.pointers.index(pointer), 0
+        slot_and_offset = self.place_of(tensor)[:2]
+        if slot_and_offset not in self.pointers:
+            self.pointers.append(slot_and_offset)
+        return "pointers", self.pointers.index(slot_and_offset), 0
 
     def view(self, tensor: torch.Tensor) -> Argument:
         """Adds the tensor itself as an argument of a function."""
@@ -212,12 +212,12 @@ class Recorder:
         """Returns the recording; None if the sweep cannot be recorded. A replay returns new tensors in place of
         ``results``; the first ``num_sharing`` of them may be views of one tensor."""
         places = [self.place_of(result) for result in results]
-        fill_slots = all(
+        are_complete_slots = all(
             self.tensors[place.slot].shape == result.shape
             and self.tensors[place.slot].dtype == result.dtype and result.is_contiguous()
             for place, result in zip(places, results, strict=True)
         )  # fmt: skip
-        if self.is_refused or not fill_slots or len(self.steps) > MAX_STEPS:
+        if self.is_refused or not are_complete_slots or len(self.steps) > MAX_STEPS:
             return None
         if any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True)):
             return None

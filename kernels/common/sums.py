@@ -104,8 +104,8 @@ def tvd_gradient(log_p, log_q, p, q, total, tie_tolerance):
     For p above 3/4 the sum decides the sign: otherwise, where student and teacher both put nearly all probability on
     one column, rounding could make the sign of ``p - q`` differ between the sum and the column."""
     sum_below = -2.0 * total
-    by_sum = tl.where(sum_below < 1.0 - 0.5 * p, 0.0, tl.where(sum_below > 1.0 + 0.5 * p, 2.0 * p, p))
-    return 0.5 * (p * sum_below - tl.where(p > 0.75, by_sum, below_q(p, q, tie_tolerance)))
+    below_by_sum = tl.where(sum_below < 1.0 - 0.5 * p, 0.0, tl.where(sum_below > 1.0 + 0.5 * p, 2.0 * p, p))
+    return 0.5 * (p * sum_below - tl.where(p > 0.75, below_by_sum, below_q(p, q, tie_tolerance)))
 
 
 @triton.jit

@@ -65,11 +65,11 @@ def split_sparse_kernel(
     strip_stride,  # elements from strip to strip
     stride,  # elements from row to row of ``exp_ptr``
     hidden,  # hidden size
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr,  # most heavy ids of a row
     STRIP: tl.constexpr,  # columns of a strip
     BLOCK_ROWS: tl.constexpr,
     STRIPS: tl.constexpr,  # power of 2 from the number of strips on
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns of hidden states that are read at a time
 ):
     """Writes the sparse part of the gradient of BLOCK_ROWS rows' logits, and the divisors of the rows' dense part."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -83,13 +83,13 @@ def split_sparse_kernel(
     strip = tl.arange(0, STRIPS)
     offs_strip = strip[None, :].to(tl.int64) * strip_stride + offs_row[:, None]
     mask = in_rows[:, None] & (strip < strips)[None, :]
-    total = tl.load(strip_sum_ptr + offs_strip, mask=mask, other=0.0)
-    offset = tl.load(strip_offset_ptr + offs_strip, mask=mask & (total < 0.0), other=0.0)
-    offset = tl.where(total < 0.0, offset, target_logit[:, None])
-    total = tl.abs(total) * tl.exp2((offset - level[:, None]) * log2_e)
-    dense_sum = total  # sum of a strip, from which the target and heavy ids are subtracted
-    exp = tl.exp2((target_logit - level) * log2_e)
-    dense_sum -= tl.where(strip[None, :] == tl.where(target >= 0, target // STRIP, -1)[:, None], exp[:, None], 0.0)
+    strip_sum = tl.load(strip_sum_ptr + offs_strip, mask=mask, other=0.0)
+    offset = tl.load(strip_offset_ptr + offs_strip, mask=mask & (strip_sum < 0.0), other=0.0)
+    offset = tl.where(strip_sum < 0.0, offset, target_logit[:, None])
+    strip_sum = tl.abs(strip_sum) * tl.exp2((offset - level[:, None]) * log2_e)
+    dense_sum = strip_sum  # sum of a strip, from which the target and heavy ids are subtracted
+    id_exp = tl.exp2((target_logit - level) * log2_e)
+    dense_sum -= tl.where(strip[None, :] == tl.where(target >= 0, target // STRIP, -1)[:, None], id_exp[:, None], 0.0)
 
     slot = tl.arange(0, SLOTS)
     offs_slot = wide_row[:, None] * SLOTS + slot[None, :]
@@ -113,10 +113,10 @@ def split_sparse_kernel(
     for i in range(0, num_slots):
         heavy_id = tl.load(heavy_id_ptr + wide_row * SLOTS + i, mask=in_rows, other=-1)
         heavy_logit = tl.load(heavy_logit_ptr + wide_row * SLOTS + i, mask=in_rows, other=0.0)
-        exp = tl.where(heavy_id >= 0, tl.exp2((heavy_logit - level) * log2_e), 0.0)
-        dense_sum -= tl.where(strip[None, :] == (heavy_id // STRIP)[:, None], exp[:, None], 0.0)
+        id_exp = tl.where(heavy_id >= 0, tl.exp2((heavy_logit - level) * log2_e), 0.0)
+        dense_sum -= tl.where(strip[None, :] == (heavy_id // STRIP)[:, None], id_exp[:, None], 0.0)
     # a margin for the rounding of sums and differences
-    divisor = divisor_for(tl.max(tl.maximum(dense_sum, 0.0) + total * 2.0**-20, 1))
+    divisor = divisor_for(tl.max(tl.maximum(dense_sum, 0.0) + strip_sum * 2.0**-20, 1))
     tl.store(divisor_ptr + offs_row, divisor, mask=in_chunk)
     hidden_factor = tl.where(target >= 0, factor * divisor, 0.0)
     tl.store(hidden_factor_ptr + offs_row, hidden_factor, mask=in_chunk)
@@ -127,9 +127,9 @@ def split_sparse_kernel(
         for start in range(0, hidden, BLOCK):
             offs = start + tl.arange(0, BLOCK)
             in_hidden = in_rows[:, None] & (offs < hidden)[None, :]
-            h = tl.load(hidden_ptr + wide_row[:, None] * hidden + offs[None, :], mask=in_hidden, other=0.0)
+            hidden_tile = tl.load(hidden_ptr + wide_row[:, None] * hidden + offs[None, :], mask=in_hidden, other=0.0)
             mean = tl.load(mean_ptr + offs, mask=offs < hidden, other=0.0)
-            largest = tl.maximum(largest, tl.max(tl.abs(h.to(tl.float32) - mean[None, :]), 1))
+            largest = tl.maximum(largest, tl.max(tl.abs(hidden_tile.to(tl.float32) - mean[None, :]), 1))
         tl.store(row_max_ptr + offs_row, largest * tl.abs(hidden_factor), mask=in_chunk)
 
 
@@ -143,17 +143,17 @@ def mean_of_rows_kernel(
     # sizes
     rows,
     hidden,
-    SAMPLED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SAMPLED: tl.constexpr,  # number of rows that are read
+    COLUMNS: tl.constexpr,  # columns of a program
 ):
     """Takes SAMPLED rows at equal distances and writes the mean of the rows among them that count; 0 if no row does."""
     row = tl.arange(0, SAMPLED).to(tl.int64) * rows // SAMPLED
     offs = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_counted = tl.load(target_ptr + row) >= 0
     mask = is_counted[:, None] & (offs < hidden)[None, :]
-    h = tl.load(hidden_ptr + row[:, None] * hidden + offs[None, :], mask=mask, other=0.0).to(tl.float32)
-    count = tl.maximum(tl.sum(is_counted.to(tl.float32), 0), 1.0)
-    tl.store(mean_ptr + offs, tl.sum(h, 0) / count, mask=offs < hidden)
+    hidden_tile = tl.load(hidden_ptr + row[:, None] * hidden + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+    num_counted = tl.maximum(tl.sum(is_counted.to(tl.float32), 0), 1.0)
+    tl.store(mean_ptr + offs, tl.sum(hidden_tile, 0) / num_counted, mask=offs < hidden)
 
 
 @kernel
@@ -174,8 +174,8 @@ def both_orders_kernel(
     columns,
     padded_columns,  # a multiple of 16
     stride,  # elements from row to row of the matrix, a multiple of 8
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,  # rows of a program
+    COLUMNS: tl.constexpr,  # columns of a program
 ):
     """Writes ``matrix / divisor`` and its transpose in e4m3, with 0 in rows that do not count and in the padding.
     Also writes the sum of each ROWS rows of ``hidden_factor * matrix / divisor``, fp32."""
@@ -186,22 +186,22 @@ def both_orders_kernel(
         hidden_factor = tl.load(hidden_factor_ptr + offs_row, mask=in_rows, other=0.0)
         in_rows &= hidden_factor != 0.0  # the divisor of a row with a factor of 0 may be nan
         inverse = 1.0 / tl.load(divisor_ptr + offs_row, mask=in_rows, other=1.0)
-    source = matrix_ptr + offs_row.to(tl.int64)[:, None] * (stride // 8 * 8) + offs[None, :]
-    x = tl.load(source, mask=in_rows[:, None] & (offs < columns)[None, :], other=0.0).to(tl.float32)
+    source_pointers = matrix_ptr + offs_row.to(tl.int64)[:, None] * (stride // 8 * 8) + offs[None, :]
+    x = tl.load(source_pointers, mask=in_rows[:, None] & (offs < columns)[None, :], other=0.0).to(tl.float32)
     if divisor_ptr is not None:
         x *= inverse[:, None]
     e4m3 = to_e4m3(x)
     padded_rows, padded_columns = padded_rows // 16 * 16, padded_columns // 16 * 16  # so that the compiler knows it
     if out_ptr is not None:
-        out = out_ptr + offs_row.to(tl.int64)[:, None] * padded_columns + offs[None, :]
-        tl.store(out, e4m3, mask=(offs_row < rows)[:, None] & (offs < padded_columns)[None, :])
+        out_pointers = out_ptr + offs_row.to(tl.int64)[:, None] * padded_columns + offs[None, :]
+        tl.store(out_pointers, e4m3, mask=(offs_row < rows)[:, None] & (offs < padded_columns)[None, :])
     if transposed_ptr is not None:
-        out = transposed_ptr + offs.to(tl.int64)[:, None] * padded_rows + offs_row[None, :]
+        out_pointers = transposed_ptr + offs.to(tl.int64)[:, None] * padded_rows + offs_row[None, :]
         mask = (offs < padded_columns)[:, None] & (offs_row < padded_rows)[None, :]
-        tl.store(out, e4m3.T, mask=mask)
+        tl.store(out_pointers, e4m3.T, mask=mask)
     if sum_ptr is not None:
-        out = sum_ptr + tl.program_id(0).to(tl.int64) * padded_columns + offs
-        tl.store(out, tl.sum(x * hidden_factor[:, None], 0), mask=offs < padded_columns)
+        out_pointers = sum_ptr + tl.program_id(0).to(tl.int64) * padded_columns + offs
+        tl.store(out_pointers, tl.sum(x * hidden_factor[:, None], 0), mask=offs < padded_columns)
 
 
 @kernel
@@ -220,8 +220,8 @@ def transposed_rows_kernel(
     rows,
     padded_rows,  # a multiple of 16
     hidden,  # hidden size
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,  # rows of a program
+    COLUMNS: tl.constexpr,  # columns of a program
     BLOCK_MAX: tl.constexpr,  # number of rows whose maxima are read at a time
 ):
     """Writes ``(hidden_factor * (hidden - mean) / scale).T`` in e4m3, and the scale, one power of 2 for all rows."""
@@ -236,11 +236,11 @@ def transposed_rows_kernel(
     offs_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows = offs_row < num_counted
-    source = hidden_ptr + offs_row.to(tl.int64)[:, None] * hidden + offs[None, :]
-    h = tl.load(source, mask=in_rows[:, None] & (offs < hidden)[None, :], other=0.0).to(tl.float32)
-    h -= tl.load(mean_ptr + offs, mask=offs < hidden, other=0.0)[None, :]
+    source_pointers = hidden_ptr + offs_row.to(tl.int64)[:, None] * hidden + offs[None, :]
+    hidden_tile = tl.load(source_pointers, mask=in_rows[:, None] & (offs < hidden)[None, :], other=0.0).to(tl.float32)
+    hidden_tile -= tl.load(mean_ptr + offs, mask=offs < hidden, other=0.0)[None, :]
     factor = tl.load(hidden_factor_ptr + offs_row, mask=in_rows, other=0.0) / scale
     padded_rows = padded_rows // 16 * 16
-    out = out_ptr + offs.to(tl.int64)[:, None] * padded_rows + offs_row[None, :]
+    out_pointers = out_ptr + offs.to(tl.int64)[:, None] * padded_rows + offs_row[None, :]
     mask = (offs < hidden)[:, None] & (offs_row < padded_rows)[None, :]
-    tl.store(out, to_e4m3(h * factor[:, None]).T, mask=mask)
+    tl.store(out_pointers, to_e4m3(hidden_tile * factor[:, None]).T, mask=mask)

@@ -96,7 +96,7 @@ def both_orders(
     divisor: torch.Tensor | None = None,  # [rows] fp32; None for 1
     hidden_factor: torch.Tensor | None = None,  # [rows] fp32, with ``divisor``: a row whose factor is 0 becomes 0
     # [rows / E4M3_ROWS, padded columns] fp32: receives sums of hidden_factor * matrix / divisor over E4M3_ROWS rows
-    sums: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,  # receives sums of rows
     counted: CountedRows = ALL_ROWS,
 ) -> None:
     """Writes ``matrix / divisor`` in e4m3 to ``out``, and its transpose to ``transposed``, with 0 in rows that do not

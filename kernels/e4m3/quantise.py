@@ -56,7 +56,7 @@ def quantise_kernel(
     # sizes
     rows,
     columns,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr,  # rows that a program rounds at a time
     BLOCK: tl.constexpr,  # power of 2 from the number of columns on
 ):
     """Rounds a matrix, ROWS rows at a time. A scale becomes nan if a number that shares it is not finite."""
@@ -70,8 +70,8 @@ def quantise_kernel(
         else:
             mean_square = LEAST + 0.0
             for i in tl.static_range(SAMPLED_ROWS):
-                row = matrix_ptr + tl.cast(rows, tl.int64) * i // SAMPLED_ROWS * columns
-                sample = tl.load(row + offs, mask=in_columns, other=0.0).to(tl.float32)
+                row_ptr = matrix_ptr + tl.cast(rows, tl.int64) * i // SAMPLED_ROWS * columns
+                sample = tl.load(row_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)
                 mean_square = tl.maximum(mean_square, tl.sum(sample * sample, 0) / columns)
             divisor = tl.exp2(tl.floor(0.5 * tl.log2(mean_square)) - 1.0)
     if dots_ptr is not None:
@@ -136,7 +136,7 @@ def sum_parts_kernel(
     # inputs
     sums_ptr,  # [4, programs] fp32, which ``quantise_kernel`` has written
     # sizes
-    programs,
+    programs,  # number of programs
     BLOCK: tl.constexpr,  # power of 2 from the number of programs on
 ):
     """Makes the scale of a whole matrix from the sums of the programs that have rounded it."""

@@ -99,7 +99,7 @@ def grad_logits(
             if bias_ptr is not None:
                 x += tl.load(bias_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
             x = transform_logits(x, logit_scale, softcap, row_scale)
-            omega = 1.0
+            omega = 1.0  # class weights
             if class_weights_ptr is not None:
                 omega = tl.load(class_weights_ptr + offs, mask=offs < columns, other=0.0).to(tl.float32)[None, :]
             logs = log_probabilities(x, offs[None, :], softmaxes, NUM_SOFTMAXES)

@@ -54,9 +54,9 @@ def row_grad(
     transform: Transform,
     counted: CountedRows = ALL_ROWS,  # rows behind the last row that counts may stay unwritten
     # columns of each row that have exact logits, three tensors [rows, n]: ids (-1 for none), a gradient to add, logits
-    own_columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    own_columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,  # ids, added gradients, logits
     # of entries: columns, gradients to add (or None), and for sets the begins and ends of rows (else None)
-    entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),
+    entries: tuple[torch.Tensor | None, ...] = (None, None, None, None),  # columns, added gradients, begins, ends
 ) -> None:
     """Writes the gradient of the logits to ``dlogits``: in all columns, or, if there are ``entries``, only in the
     entries' columns. A second launch overwrites the gradient in ``own_columns``, computed from exact logits."""
@@ -173,8 +173,8 @@ def scale(
     out: torch.Tensor,
     source: torch.Tensor,
     factor: torch.Tensor,  # []
-    one_or_nan: torch.Tensor | None = None,  # [] a second factor
-    second: torch.Tensor | None = None,  # contiguous, of any shape
+    one_or_nan: torch.Tensor | None = None,  # [] factor of 1 or nan
+    second: torch.Tensor | None = None,  # contiguous, of any shape: multiplied in place
 ) -> None:
     """Writes ``out = source * factor * one_or_nan`` for contiguous tensors of one shape; ``out`` may be ``source``.
     Multiplies ``second`` by the same factors in place."""

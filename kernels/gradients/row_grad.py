@@ -53,7 +53,7 @@ def row_grad(
     # None: gradients of all columns. Else of entries only, a tuple: column_ptr [n] int64 or int32, -1 for none;
     # added_ptr [n] fp32, added to the column's gradient, or None; begin_ptr and end_ptr [rows] int64, the range of a
     # row's entries, or None; entries_per_row, the number of entries of each row without begin_ptr
-    entries,  # number of entries
+    entries,  # None, or a tuple of five about the entries
     class_weights_ptr,  # [columns] or None for 1
     target_ptr,  # [rows] int64, -1 where a row does not count
     target_logit_ptr,  # [rows] fp32
@@ -163,10 +163,10 @@ def row_grad(
                     is_same_column = column == tl.load(column_ptr + compared_entry)
                     initial_grad += tl.where(is_same_column, tl.load(added_ptr + compared_entry), 0.0)[None, :]
                     in_columns &= (is_same_column & (entry > compared_entry)) == 0
-        omega = 1.0
+        omega = 1.0  # class weights
         if class_weights_ptr is not None:
             omega = tl.load(class_weights_ptr + offs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        log_q, in_both = None, None
+        log_q, in_both = None, None  # in_both: mask of columns that student and teacher have
         if IS_PAIRED:
             in_teacher, in_teacher_rows, strip_start = offs < teacher_columns, in_rows, block_start
             if not HAS_ENTRIES:
@@ -263,7 +263,7 @@ def level_rows_kernel(
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     level = tl.load(level_ptr + offs_row, mask=in_rows, other=0.0)
     target_logit = tl.load(target_logit_ptr + offs_row, mask=in_rows, other=0.0)
-    is_uneven = in_rows & (level != target_logit)
+    is_uneven = in_rows & (level != target_logit)  # some strips may have another offset than the level
     if (tl.program_id(1) == 0) | (hidden_ptr is not None):
         alpha = tl.load(alpha_ptr + offs_row, mask=in_rows, other=0.0)
         beta = tl.load(beta_ptr + offs_row, mask=in_rows, other=0.0)

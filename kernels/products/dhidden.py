@@ -107,14 +107,14 @@ def dhidden_kernel(
     weight_matrix = weight_desc, weight_ptr, hidden, vocab, hidden
     dhidden_and_size = dhidden_ptr, hidden
     factor_ptrs = weight_ptr, target_ptr, softmax_factor_ptr, target_factor_ptr
-    for unit in tl.range(
+    for unit in tl.range(  # a unit is an uncut tile, or a part of a cut tile
         tl.program_id(0),
         num_uncut + (num_tiles - num_uncut) * num_parts,
         tl.num_programs(0),
         flatten=grad_desc is not None,
     ):
         # the bounds depend on the unit: with constant bounds the compiler would unroll the loop, with spills
-        tile, begin, end = unit, unit // num_tiles, vocab
+        tile, begin, end = unit, unit // num_tiles, vocab  # columns from begin to end of the vocabulary
         if part_ptr is not None:
             cut_unit = tl.maximum(unit - num_uncut, 0)
             is_cut = unit >= num_uncut

@@ -118,7 +118,7 @@ def sort_columns_kernel(
     # sizes
     entries,  # number of entries
     BLOCK: tl.constexpr,
-    BLOCK_COMPARED: tl.constexpr,
+    BLOCK_COMPARED: tl.constexpr,  # entries that are compared at a time
 ):
     """Sorts columns in ascending order. The sort is stable: the new index of a column is the number of smaller columns,
     plus the number of equal columns before it."""
@@ -132,13 +132,13 @@ def sort_columns_kernel(
             tl.int32
         )
         # of equal columns, the earlier one comes first
-        bound = column[:, None] + (compared_entry[None, :] < entry[:, None]).to(tl.int32)
-        num_before += (compared_column[None, :] < bound).to(tl.int32)
+        upper_bound = column[:, None] + (compared_entry[None, :] < entry[:, None]).to(tl.int32)
+        num_before += (compared_column[None, :] < upper_bound).to(tl.int32)
         if occurrences_ptr is not None:
             num_equal += (compared_column[None, :] == column[:, None]).to(tl.int32)
-    place = tl.sum(num_before, 1)
-    tl.store(sorted_ptr + place, column, mask=entry < entries)
-    tl.store(order_ptr + place, entry.to(tl.int64), mask=entry < entries)
+    sorted_index = tl.sum(num_before, 1)
+    tl.store(sorted_ptr + sorted_index, column, mask=entry < entries)
+    tl.store(order_ptr + sorted_index, entry.to(tl.int64), mask=entry < entries)
     if occurrences_ptr is not None:
         tl.store(occurrences_ptr + entry, tl.sum(num_equal, 1), mask=entry < entries)
 
@@ -230,19 +230,19 @@ def load_terms(rows_ptr, factor_ptrs, entry, row, offs_col, width, stride):
 @triton.jit
 def add_piece(
     piece,  # index of the piece, BLOCK_PIECE entries
-    out_ptr,
-    rows_ptr,
+    out_ptr,  # [places, width]
+    rows_ptr,  # [rows, width]
     entry_pointers,  # a tuple, the argument of ``entry_and_row``
     factor_ptrs,  # a tuple, the argument of ``load_terms``
-    sorted_ptr,
+    sorted_ptr,  # [entries] int32: places in ascending order
     entries,  # number of entries
-    width,
-    stride,
+    width,  # elements of a row
+    stride,  # elements of ``rows_ptr`` from row to row
     BLOCK: tl.constexpr,
-    BLOCK_PIECE: tl.constexpr,
-    BLOCK_ENTRIES: tl.constexpr,
-    BLOCK_SCAN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_PIECE: tl.constexpr,  # entries of a piece
+    BLOCK_ENTRIES: tl.constexpr,  # entries of later pieces that are added at a time
+    BLOCK_SCAN: tl.constexpr,  # places that are compared at a time
+    PRECISION: tl.constexpr,  # Triton's ``input_precision`` for fp32 operands
 ):
     """Adds the terms of each place that has its first entry in the piece; also those entries of the last place that are
     in later pieces."""
@@ -263,8 +263,8 @@ def add_piece(
     stored_sum = tl.load(out_pointers, mask=mask, other=0.0)
     gather_matrix = tl.where(is_first[:, None] & (place[:, None] == place[None, :]), 1.0, 0.0)
     total = tl.dot(gather_matrix, terms, input_precision=PRECISION)  # PRECISION splits terms; ones are exact
-    continues = is_first & (place == last_place)
-    has_more = tl.where(last_place == next_place, tl.max(continues.to(tl.int32), 0), 0)
+    is_continued = is_first & (place == last_place)
+    has_more = tl.where(last_place == next_place, tl.max(is_continued.to(tl.int32), 0), 0)
     # Triton 3.5 and 3.6 compile no while loop that carries a tensor
     end_of_place = end
     while has_more > 0:
@@ -281,7 +281,7 @@ def add_piece(
         next_entry, next_row = entry_and_row(entry_pointers, ahead_positions, ahead_positions < end_of_place)
         following_sum += tl.sum(load_terms(rows_ptr, factor_ptrs, entry, row, offs_col, width, stride), 0)
         entry, row = next_entry, next_row
-    total += tl.where(continues[:, None], following_sum[None, :], 0.0)
+    total += tl.where(is_continued[:, None], following_sum[None, :], 0.0)
     tl.store(out_pointers, (stored_sum.to(tl.float32) + total).to(out_ptr.dtype.element_ty), mask=mask)
 
 

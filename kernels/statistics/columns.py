@@ -31,7 +31,7 @@ def clean_rows_kernel(
     order_ptr,  # [rows] int64: the row of the source for each row of ``out``; None: the source's first rows in order
     # sizes
     rows,
-    zero_count,
+    zero_count,  # number of zeros to write
     hidden,  # hidden size
     source_row_stride,
     source_column_stride,
@@ -101,15 +101,15 @@ def dot_columns_kernel(
     row_ptr,  # [entries] int64: an entry's row; None: each row in turn has ``entries_per_row`` entries
     bias_ptr,  # [vocab] or None
     # sizes
-    entries,
-    entries_per_row,
+    entries,  # number of entries
+    entries_per_row,  # number of entries of each row
     hidden,
     hidden_row_stride,
     hidden_column_stride,
     weight_row_stride,
     weight_column_stride,
     # scalars
-    fill_value,
+    fill_value,  # float: logit of an entry without a column
     logit_scale,
     softcap,
     row_scale_ptr,  # [rows] fp32 or None

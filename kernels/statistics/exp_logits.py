@@ -58,14 +58,14 @@ def finish_tile(
     vocab,
     ratios,  # a tuple, for each softmax its inverse temperature relative to the logits'
     widths,  # a tuple, for each softmax the number of columns that it is over
-    STORE_LOGITS: tl.constexpr,
-    STORE_STRIP: tl.constexpr,
-    ADD_HALF: tl.constexpr,
-    STORE_SUMS: tl.constexpr,
+    STORE_LOGITS: tl.constexpr,  # generated function of ``lists.py``
+    STORE_STRIP: tl.constexpr,  # generated function of ``lists.py``
+    ADD_HALF: tl.constexpr,  # generated function of ``lists.py``
+    STORE_SUMS: tl.constexpr,  # generated function of ``lists.py``
     NUM_SOFTMAXES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STRIP: tl.constexpr,
+    STRIP: tl.constexpr,  # columns of a strip
     VOCAB_DIVISOR: tl.constexpr,  # a divisor of the vocabulary: BLOCK_N, half of it, or 1
     MAY_BE_INFINITE: tl.constexpr,  # True: a logit may be -inf
     STORE_TOP: tl.constexpr,  # True: if a strip's offset is the row's, the strip's maximum is stored in its place
@@ -175,10 +175,10 @@ def exp_logits(
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
     ratios,  # a tuple, for each softmax its inverse temperature relative to the logits'; float or None for 1
-    STORE_LOGITS: tl.constexpr,
-    STORE_STRIP: tl.constexpr,
-    ADD_HALF: tl.constexpr,
-    STORE_SUMS: tl.constexpr,
+    STORE_LOGITS: tl.constexpr,  # generated function of ``lists.py``
+    STORE_STRIP: tl.constexpr,  # generated function of ``lists.py``
+    ADD_HALF: tl.constexpr,  # generated function of ``lists.py``
+    STORE_SUMS: tl.constexpr,  # generated function of ``lists.py``
     NUM_SOFTMAXES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,

@@ -54,7 +54,7 @@ def strips_above(
         offset_ptr, sum_ptr, offs_strip.to(tl.int64) * strip_stride, mask, target_logit, IS_RELATIVE
     )
     has_target = offs_strip == target // STRIP
-    mass = total * tl.exp2((offset - lse) * log2_e)
+    mass = total * tl.exp2((offset - lse) * log2_e)  # probability of a strip, without the target
     mass -= tl.where(has_target, tl.exp2((target_logit - lse) * log2_e), 0.0)
     largest = tl.where(has_target | (top == float("inf")), 0.0, tl.exp2((top - lse) * log2_e))
     is_open = mask & ((top - lse) * log2_e > log_p) & (mass > 0.99 * tl.exp2(log_p))  # sums are rounded
@@ -127,10 +127,10 @@ def mend_heavy(
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
     ratios,  # a tuple, for each softmax its inverse temperature relative to the logits'; float or None for 1
-    STORE_LOGITS: tl.constexpr,
-    STORE_STRIP: tl.constexpr,
-    ADD_HALF: tl.constexpr,
-    STORE_SUMS: tl.constexpr,
+    STORE_LOGITS: tl.constexpr,  # generated function of ``lists.py``
+    STORE_STRIP: tl.constexpr,  # generated function of ``lists.py``
+    ADD_HALF: tl.constexpr,  # generated function of ``lists.py``
+    STORE_SUMS: tl.constexpr,  # generated function of ``lists.py``
     NUM_SOFTMAXES: tl.constexpr,
     IS_RELATIVE: tl.constexpr,
     HEAVY: tl.constexpr,  # most heavy ids of a row
@@ -154,7 +154,7 @@ def mend_heavy(
         ends = ends + (vocab if widths[i] is None else widths[i],)
 
     run_max, run_sum = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
-    row_top, least = run_max, run_sum + (LEAST_HEAVY_LOG2 - MARGIN_LOG2)
+    row_top, least = run_max, run_sum + (LEAST_HEAVY_LOG2 - MARGIN_LOG2)  # least: log2 probability
     for start in range(0, strip_count, BLOCK_STRIPS):
         offs_strip = start + tl.arange(0, BLOCK_STRIPS)
         offs, mask = offs_strip.to(tl.int64) * strip_stride, offs_strip < strip_count

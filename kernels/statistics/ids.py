@@ -24,12 +24,12 @@ def read_targets_kernel(
     target_ptr,  # [tokens] int64
     mask_ptr,  # [tokens] bytes, 0 for a token that does not count; or None
     # sizes
-    tokens,
-    line_length,
-    vocab,
+    tokens,  # number of tokens
+    line_length,  # tokens of a line
+    vocab,  # ids from ``vocab`` on are out of range
     # scalars
-    shift,
-    ignore_index,
+    shift,  # tokens between a row and the token that it predicts
+    ignore_index,  # id of targets that do not count
     BLOCK: tl.constexpr,
 ):
     """Shifts, checks and counts targets. One program reads all targets, so that no counter has to be set to 0 first."""
@@ -64,9 +64,9 @@ def read_fields_kernel(
     fourth_ptr,
     target_ptr,  # [tokens] int64: the target that a row predicts, -1 where the row does not count
     # sizes
-    tokens,
+    tokens,  # number of tokens
     # scalars
-    shift,
+    shift,  # tokens between a row and the token that it predicts
     max_first,  # numbers of the first field above it become nan
     max_second,
     max_third,
@@ -116,12 +116,12 @@ def kept_rows_kernel(
     offset_ptr,  # [tokens + 1] int64: index of a token's first id; None: each token has ``ids_per_token`` ids
     target_ptr,  # [tokens] int64: the target that a row predicts, -1 where the row does not count
     # sizes
-    entries,
-    ids_per_token,
-    tokens,
-    line_length,
+    entries,  # number of ids of all tokens
+    ids_per_token,  # number of ids of each token, without ``offset_ptr``
+    tokens,  # number of tokens
+    line_length,  # tokens of a line
     # scalars
-    shift,
+    shift,  # tokens between a row and the token that it predicts
     KEPT_EVERYWHERE: tl.constexpr,  # True: a row that counts and keeps no ids is wrong
     BLOCK: tl.constexpr,
 ):
@@ -165,16 +165,16 @@ def kept_entries_kernel(
     bias_ptr,  # [entries] fp32: added to an id's logit; or None
     target_ptr,  # [tokens] int64: the target that a row predicts, -1 where the row does not count
     # sizes
-    entries,
-    ids_per_token,
-    tokens,
-    line_length,
-    vocab,
+    entries,  # number of ids of all tokens
+    ids_per_token,  # number of ids of each token, without ``offset_ptr``
+    tokens,  # number of tokens
+    line_length,  # tokens of a line
+    vocab,  # ids from ``vocab`` on are out of range
     steps,  # number of halvings of a binary search over tokens
     # scalars
-    shift,
+    shift,  # tokens between a row and the token that it predicts
     BLOCK: tl.constexpr,
-    BLOCK_COMPARED: tl.constexpr,
+    BLOCK_COMPARED: tl.constexpr,  # ids that are compared at a time
 ):
     """Writes the row and the column of BLOCK entries. The entries may belong to several rows."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

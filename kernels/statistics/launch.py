@@ -35,9 +35,9 @@ MAX_LOSSES = 4  # most losses that ``sum_rows_kernel`` adds up
 def read_targets(
     target: torch.Tensor,  # [...] int64
     mask: torch.Tensor | None,  # [...] bool
-    shift: int,
-    ignore_index: int,
-    vocab: int,
+    shift: int,  # tokens between a row and the token that it predicts
+    ignore_index: int,  # id of targets that do not count
+    vocab: int,  # ids from ``vocab`` on are out of range
     dtype: torch.dtype,  # dtype of the three numbers
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the target [tokens] int64 that each row predicts, -1 where a row does not count; and three numbers []:
@@ -57,7 +57,7 @@ def read_targets(
 def read_fields(
     values: Sequence[torch.Tensor],  # fields, each floating point of the shape of the caller's target
     target: torch.Tensor,  # [tokens] int64, -1 where a row does not count
-    shift: int,
+    shift: int,  # tokens between a row and the token that it predicts
     dtype: torch.dtype,  # dtype of the results
     maxima: Sequence[float],  # for each field the largest allowed number
 ) -> Sequence[torch.Tensor]:
@@ -199,7 +199,7 @@ def merge_strips(
     tile_logit: torch.Tensor | None,  # [rows] fp32: the target's logit in the strips' sums; None: the exact logit
     target: torch.Tensor | None,  # [rows] int64, -1 where a row does not count
     columns: int,  # number of columns that the softmax is over
-    ratio: float | None = None,
+    ratio: float | None = None,  # the softmax's inverse temperature relative to the logits'
     view: int = 0,  # index of the softmax
 ) -> None:
     """Merges the statistics of all strips into ``out``, for one softmax."""
@@ -219,7 +219,7 @@ def row_stats(
     columns: int,
     target: torch.Tensor | None = None,  # [rows] int64, -1 where a row does not count
     class_weights: torch.Tensor | None = None,  # [columns]
-    ratio: float | None = None,
+    ratio: float | None = None,  # the softmax's inverse temperature relative to the logits'
 ) -> None:
     """Writes the statistics of a softmax over complete rows of raw logits to ``out``."""
     logits = stored.logits
@@ -236,7 +236,7 @@ def set_stats(
     logit: torch.Tensor,  # [entries] fp32
     sets: ColumnSets,
     target: torch.Tensor,  # [rows] int64: the target's column, -1 where a row does not count
-    ratio: float | None,
+    ratio: float | None,  # the softmax's inverse temperature relative to the logits'
 ) -> None:
     """Writes the statistics of rows with a set of columns to ``out``. Rows without a set get 0 if every row that
     counts has a set, and else stay as they are."""
@@ -250,7 +250,7 @@ def sums(
     outputs: Sequence[SumVectors],  # of one softmax of the student; all sums read the teacher, or no sum does
     student: Stored,
     softmax: tuple[torch.Tensor, torch.Tensor],  # lse_base and neg_log_sum, [rows] fp32 each
-    ratio: float | None,
+    ratio: float | None,  # the softmax's inverse temperature relative to the logits'
     teacher: TeacherSoftmax | None,
     columns: int,  # number of columns that both vocabularies have
     tie_tolerance: float | None,  # relative difference up to which probabilities count as equal; None for 0
@@ -272,9 +272,8 @@ def dot_columns(
     columns: torch.Tensor,  # int64 or int32 of the shape of ``logit``, contiguous, -1 for no column
     bias: torch.Tensor | None,
     transform: Transform,
-    rows: torch.Tensor
-    | None = None,  # [entries] int64: rows of ``hidden``; None: row i of ``logit`` [rows, n] is row i
-    fill_value: float = 0.0,
+    rows: torch.Tensor | None = None,  # [entries] int64: each entry's row; None: row i of ``logit`` [rows, n] is row i
+    fill_value: float = 0.0,  # logit of an entry without a column
 ) -> None:
     """Writes the exact logits of ``columns`` to ``logit``, and ``fill_value`` where a column is -1."""
     entries, entries_per_row, hidden_size = columns.numel(), columns.shape[-1], hidden.shape[1]
@@ -290,7 +289,7 @@ def merge_softmax(
     gathered: torch.Tensor,  # [ranks, numbers, rows] fp32: the numbers that each rank has sent
     zero_or_nan: torch.Tensor,  # [] fp32: added to the results
     target: torch.Tensor,  # [rows] int64
-    ratio: float,
+    ratio: float,  # the softmax's inverse temperature relative to the logits'
     indices: SoftmaxVectors[int],  # indices of the statistics among the numbers
     has_target_logits: bool,  # True: all ranks have sent the target's logit; False: one rank, the others 0
 ) -> None:
@@ -318,8 +317,8 @@ def kept_sets(
     offsets: torch.Tensor | None,  # [tokens + 1] int64: index of a token's first id; None: all have equally many ids
     bias: torch.Tensor | None,  # [entries] fp32
     line_length: int,  # size of the last dimension of the caller's tensors
-    shift: int,
-    vocab: int,
+    shift: int,  # tokens between a row and the token that it predicts
+    vocab: int,  # ids from ``vocab`` on are out of range
     everywhere: bool,  # True: a row that counts and keeps no ids is wrong
 ) -> None:
     """Writes the rows' sets of ids as entries to ``begins``, ``ends``, ``rows``, ``columns`` and ``entry_bias``."""

@@ -48,11 +48,11 @@ def merge_strips(
     # scalars
     ratio,  # inverse temperature relative to the logits'; float or None for 1
     IS_FIRST_SOFTMAX: tl.constexpr,  # False: the sums are of another softmax, which may be over fewer columns
-    ZERO: tl.constexpr,  # a stage of ``lists.py``, like the next four
-    ADD_EXPONENTIALS: tl.constexpr,
-    ADD_STRIPS: tl.constexpr,
-    EXCHANGE_TARGET: tl.constexpr,
-    MERGE_STRIPS: tl.constexpr,
+    ZERO: tl.constexpr,  # generated function of ``lists.py``
+    ADD_EXPONENTIALS: tl.constexpr,  # generated function of ``lists.py``
+    ADD_STRIPS: tl.constexpr,  # generated function of ``lists.py``
+    EXCHANGE_TARGET: tl.constexpr,  # generated function of ``lists.py``
+    MERGE_STRIPS: tl.constexpr,  # generated function of ``lists.py``
     NUM_VECTORS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STRIPS: tl.constexpr,
@@ -161,8 +161,8 @@ def merge_ranks(
     NEG_LOG_SUM: tl.constexpr,  # index of neg_log_sum
     TARGET_LOGIT: tl.constexpr,  # index of the target's logit
     ZERO: tl.constexpr,  # a stage of ``lists.py``, like the next two
-    ADD_PIECE: tl.constexpr,
-    MERGE_PIECES: tl.constexpr,
+    ADD_PIECE: tl.constexpr,  # generated function of ``lists.py``
+    MERGE_PIECES: tl.constexpr,  # generated function of ``lists.py``
     NUM_VECTORS: tl.constexpr,
     HAS_TARGET_LOGITS: tl.constexpr,  # True: all pieces have the target's logit; False: one piece, the others have 0
     BLOCK: tl.constexpr,

@@ -41,9 +41,9 @@ def row_stats(
     softcap,  # float or None
     row_scale_ptr,  # [rows] fp32, or None for 1
     ratio,  # the softmax's inverse temperature relative to the logits'; float or None for 1
-    ZERO_LANES: tl.constexpr,
-    ADD_LANES: tl.constexpr,
-    MERGE_LANES: tl.constexpr,
+    ZERO_LANES: tl.constexpr,  # generated function of ``lists.py``
+    ADD_LANES: tl.constexpr,  # generated function of ``lists.py``
+    MERGE_LANES: tl.constexpr,  # generated function of ``lists.py``
     NUM_VECTORS: tl.constexpr,
     FILLS_ZEROS: tl.constexpr,  # True: a row without a set gets statistics of 0; False: its outputs are not written
     BLOCK: tl.constexpr,

@@ -65,11 +65,11 @@ def row_sums(
         log_p = tl.where(in_columns, (x - lse_base_p) + neg_log_sum_p, float("-inf"))
         log_q = log_p
         if IS_PAIRED:
-            y = load_row(
+            teacher_x = load_row(
                 teacher_ptr, teacher_offset_ptr, teacher_bias_ptr, row, strip_stride, offs, in_columns, teacher_scale,
                 teacher_softcap, teacher_row_scale,
             )  # fmt: skip
-            log_q = tl.where(in_columns, (y - lse_base_q) + neg_log_sum_q, float("-inf"))
+            log_q = tl.where(in_columns, (teacher_x - lse_base_q) + neg_log_sum_q, float("-inf"))
         sums = ADD_SUMS(sums, (log_p,), log_q, in_columns, scalars, tie_tolerance)
     for i in tl.static_range(NUM_SUMS):
         tl.store(output_ptrs[i] + row, tl.sum(sums[i], 0))

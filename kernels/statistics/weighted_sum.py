@@ -43,5 +43,5 @@ def weighted_sum_store_logits(strip_ptrs, offs, in_rows, x, offs_col, in_vocab, 
     if class_weights_ptr is not None:
         omega = tl.load(class_weights_ptr + offs_col, mask=in_vocab, other=0.0).to(tl.float32)
     # by selection, so that a logit of -inf with weight 0 gives 0 and not nan
-    weighted = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
-    tl.store(strip_ptrs[0] + offs, tl.sum(weighted, 1), mask=in_rows)
+    weighted_logits = tl.where(omega[None, :] != 0.0, x * omega[None, :], 0.0)
+    tl.store(strip_ptrs[0] + offs, tl.sum(weighted_logits, 1), mask=in_rows)
