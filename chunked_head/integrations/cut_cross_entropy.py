@@ -99,13 +99,13 @@ def linear_cross_entropy(
     reduction: str = "mean",
     shift: bool | int = 0,
     return_lse: bool = False,
-    filter_eps: float | str | None = "auto",
-    accum_e_fp32: bool = False,
-    accum_c_fp32: bool = False,
-    filter_e_grad: bool = True,
-    filter_c_grad: bool = True,
-    impl: str | enum.Enum = "cce",
-    vocab_parallel_options: Any = None,
+    filter_eps: float | str | None = "auto",  # no effect
+    accum_e_fp32: bool = False,  # gradients are summed in fp32
+    accum_c_fp32: bool = False,  # gradients are summed in fp32
+    filter_e_grad: bool = True,  # no effect
+    filter_c_grad: bool = True,  # no effect
+    impl: str | enum.Enum = "cce",  # name of an implementation
+    vocab_parallel_options: Any = None,  # must be None
     *,
     memory_budget: int | str | None = None,
     skip_ignored: bool | str = False,

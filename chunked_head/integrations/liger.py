@@ -55,18 +55,18 @@ def liger_fused_linear_cross_entropy(
     weight: Tensor,  # [vocab, hidden]
     target: Tensor,  # [...] int64
     bias: Tensor | None = None,  # [vocab]
-    ce_weight: Tensor | None = None,  # [vocab]
+    ce_weight: Tensor | None = None,  # [vocab] class weights
     ignore_index: int = -100,
-    lse_square_scale: float = 0.0,
+    lse_square_scale: float = 0.0,  # coefficient of the z-loss
     label_smoothing: float = 0.0,
     reduction: str = "mean",
-    softcap: float | None = None,
+    softcap: float | None = None,  # bound of the logits by tanh
     return_z_loss: bool = False,
     accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
-    chunk_mem_const: int = 1,
+    chunk_mem_const: int = 1,  # must be 1
     *,
     memory_budget: int | str | None = None,
 ) -> Tensor | CrossEntropyOutput:
@@ -122,9 +122,9 @@ class LigerFusedLinearCrossEntropyFunction:
         weight: Tensor,
         target: Tensor,
         bias: Tensor | None = None,
-        ce_weight: Tensor | None = None,
+        ce_weight: Tensor | None = None,  # [vocab] class weights
         ignore_index: int = -100,
-        lse_square_scale: float = 0.0,
+        lse_square_scale: float = 0.0,  # coefficient of the z-loss
         label_smoothing: float = 0.0,
         reduction: str = "mean",
         softcap: float | None = None,
@@ -133,9 +133,9 @@ class LigerFusedLinearCrossEntropyFunction:
         use_token_scaling: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
-        ce_impl: None = None,
-        ce_mode: None = None,
-        chunk_mem_const: int = 1,
+        ce_impl: None = None,  # must be None
+        ce_mode: None = None,  # must be None
+        chunk_mem_const: int = 1,  # must be 1
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Returns loss, z-loss, token accuracy and predicted tokens. The last three are None unless requested.
 

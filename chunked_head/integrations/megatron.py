@@ -94,7 +94,7 @@ class OutputProcessor:
         context: Any,  # must be None
         config: Any,  # Megatron's TransformerConfig
         inference_context: Any,  # must be None
-        **unread_arguments: Any,
+        **unread_arguments: Any,  # by name, all other arguments from Megatron
     ) -> Any:
         if unread_arguments.keys() - UNREAD_ARGUMENTS:
             new_names = ", ".join(sorted(unread_arguments.keys() - UNREAD_ARGUMENTS))
@@ -117,7 +117,7 @@ class OutputProcessor:
         layer: Any,  # the output layer
         labels: Any,  # [batch, sequence]
         loss_mask: Tensor | None,  # [batch, sequence]
-        logit_scale: float,
+        logit_scale: float,  # factor of the logits
         hidden: Tensor,  # [sequence of this rank, batch, hidden]
         weight: Tensor | None,  # [vocab of this rank, hidden]; None: the weight of the layer
     ) -> Any:

@@ -42,11 +42,11 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
     def __init__(
         self,
         ignore_index: int = -100,
-        logit_softcapping: float | None = 0,
+        logit_softcapping: float | None = 0,  # bound of the logits by tanh; 0 or None: no bound
         reduction: str = "sum",
         *,
         label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
+        z_loss: float = 0.0,  # coefficient of the z-loss
         **options: Unpack[Execution],
     ):
         AUTOMODEL.require(IS_SUPPORTED, "ChunkedHeadCrossEntropy")
@@ -67,8 +67,8 @@ class ChunkedHeadCrossEntropy(LinearCrossEntropy):
         hidden_states: Tensor,  # [batch, sequence, hidden]
         labels: Tensor,  # [batch, sequence]
         lm_weight: Tensor,  # [vocab, hidden], a tensor or a DTensor that FSDP shards
-        num_label_tokens: int | None = None,
-        grad_reduce_group: Any = None,
+        num_label_tokens: int | None = None,  # denominator of the loss
+        grad_reduce_group: Any = None,  # process group over which Automodel reduces the weight's gradient
         loss_weights: Tensor | None = None,  # [batch, sequence]
     ) -> Tensor:
         """The loss of this rank's tokens, a scalar. With ``num_label_tokens``, the sum over the tokens is divided by

@@ -78,7 +78,7 @@ class LogProbSeam:
         chunk_size: int,  # of TRL's tiles; not read, since the plan decides
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = OUTPUT_NAMES,
+        outputs: tuple[str, ...] = OUTPUT_NAMES,  # names of requested outputs
     ) -> OutputTuple:
         """Returns log-probabilities, entropies, logarithms of the sum of squared probabilities, mean logits, and a
         mask of the targets that are the first id with the largest logit. Each result is [N], or None if ``outputs``
@@ -138,11 +138,11 @@ class DivergenceSeam:
         self,
         student_hidden: Tensor,  # [N, H_s]
         student_weight: Tensor,  # [V, H_s]
-        student_bias: Tensor | None,
+        student_bias: Tensor | None,  # [V]
         teacher_hidden: Tensor,  # [N, H_t]
         teacher_weight: Tensor,  # [V, H_t]
-        teacher_bias: Tensor | None,
-        beta: float,
+        teacher_bias: Tensor | None,  # [V]
+        beta: float,  # weight of the teacher in the JSD; 0: forward KL, 1: reverse KL
         temperature: float = 1.0,
         student_logit_scale: float = 1.0,
         student_final_logit_softcapping: float | None = None,

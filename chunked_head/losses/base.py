@@ -120,7 +120,7 @@ class Measure:
     scope: Scope = "token"  # "token": a value depends on its own token alone; "segment": on other tokens too
     unit: Unit = "token"  # what has one value: a token, a segment or a pair
     reads_target: bool = True
-    temperature: float | None = None
+    temperature: float | None = None  # None: the call's temperature
     name: str | None = None  # name that the user chose
     sums: Mapping[str, VocabularySum] = field(default_factory=dict, kw_only=True)  # by the name of the statistic
 
@@ -209,8 +209,8 @@ class Summand(Measure):
     denominator_terms_of: Callable[..., Tensor] | None = None
     reads_only_teacher_ids: bool = False  # the function reads logits of ``teacher_ids`` up to a constant, and no lse
     token_weights: Tensor | str | None = None
-    normalizer: float | Tensor | str | None = None
-    reduction: str | None = None
+    normalizer: float | Tensor | str | None = None  # denominator, or name of a field; None: the call's
+    reduction: str | None = None  # "mean" or "sum"; None: the call's
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,7 +26,7 @@ class TeacherOptions(SummandOptions, total=False):
     """
 
     teacher_temperature: float | None
-    t_squared: bool
+    t_squared: bool  # values are multiplied by temperature ** 2
     teacher_logit_scale: float
     teacher_softcap: float | None
 
@@ -148,13 +148,13 @@ EXCLUDED_LOGPROB = -1e30  # stands for entries that do not count: finite, and it
 
 @sharing_results
 def topk_kl(
-    divergence: str = "forward",
-    normalize: str = "tail",
+    divergence: str = "forward",  # name of the divergence
+    normalize: str = "tail",  # name of the set of outcomes that the divergence sums over
     *,
-    beta: float = 0.5,
-    teacher_renormalize: bool | None = None,
+    beta: float = 0.5,  # weight of the teacher in the JSD
+    teacher_renormalize: bool | None = None,  # the teacher's K probabilities are divided by their sum
     teacher_temperature: float | None = None,
-    t_squared: bool = False,
+    t_squared: bool = False,  # values are multiplied by temperature ** 2
     **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``(t * (t / s).log()).sum(-1) + rest_t * (rest_t / rest_s).log()`` with ``s`` and ``t`` [..., K] the student's
@@ -203,7 +203,7 @@ def topk_options(
     divergence: str,
     normalize: str,
     beta: float,
-    teacher_renormalize: bool | None,
+    teacher_renormalize: bool | None,  # None: for "topk" only
     teacher_temperature: float | None,
 ) -> dict[str, Any]:
     """Options of ``topk_divergence``. TypeError or ValueError for wrong arguments; ``function_name``: for errors."""
@@ -293,7 +293,7 @@ def topk_divergence(
     divergence: str,  # "forward", "reverse", "jsd" or "tvd"
     normalize: str,  # "tail", "vocab" or "topk": the outcomes over which the divergence is summed
     beta: float,  # weight of the teacher in the JSD
-    teacher_renormalize: bool,
+    teacher_renormalize: bool,  # the teacher's probabilities are divided by their sum
     teacher_temperature: float,
 ) -> Tensor:
     """Values [...] of ``topk_kl``, from log-probabilities of ids under the student and under the teacher."""

@@ -15,8 +15,8 @@ from .batch import Batch, Stats
 def cross_entropy(
     label_smoothing: float = 0.0,
     class_weights: Tensor | None = None,
-    token_scaling: bool = False,
-    entropy_scaling: float | None = None,
+    token_scaling: bool = False,  # values are multiplied by the target's probability
+    entropy_scaling: float | None = None,  # values are multiplied by this power of the entropy
     **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``-logprob``; with label smoothing e, class weights c and target y, as in ``F.cross_entropy``:

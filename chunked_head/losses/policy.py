@@ -39,7 +39,7 @@ class Rollout(NamedTuple):
     """Checked options of rollout weights."""
 
     mode: str  # "truncate" or "mask"
-    level: str  # "token" or "segment"
+    level: str  # "token" or "segment": what has one weight
     max_weight: float
     min_weight: float
 
@@ -64,7 +64,7 @@ def grpo(
     clip_low: float = 0.2,  # the clipped ratio is at least 1 - clip_low
     clip_high: float = 0.2,  # the clipped ratio is at most 1 + clip_high
     delta: float | None = None,  # upper bound of the ratio
-    dual_clip: float | None = None,
+    dual_clip: float | None = None,  # c: the value is at most -c * A where A < 0
     ratio_clamp: float | None = 20.0,  # bound of the log-ratio's magnitude
     **policy: Unpack[PolicyOptions],
 ) -> Losses:
@@ -99,7 +99,7 @@ def _grpo(
 def cispo(
     clip_high: float = 4.0,  # the ratio is at most 1 + clip_high
     clip_low: float | None = None,  # the ratio is at least 1 - clip_low
-    ratio_clamp: float | None = 20.0,
+    ratio_clamp: float | None = 20.0,  # bound of the log-ratio's magnitude
     **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-r.clamp(max=1 + clip_high).detach() * A * logprob``: the clipped ratio is a detached factor, so that no token
@@ -263,8 +263,8 @@ ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")  # of a KL divergen
 
 @sharing_results
 def kl_to_reference(
-    estimator: str = "k3",
-    bias_correction: bool = False,
+    estimator: str = "k3",  # name of an estimate of the KL divergence
+    bias_correction: bool = False,  # the estimate is multiplied by the ratio r
     log_ratio_clamp: float | None = 20.0,  # bound of the magnitude of d
     kl_clamp: float | None = None,  # bound of the estimate's magnitude
     ratio_clamp: float | None = 20.0,  # bound of the magnitude of log r
@@ -319,11 +319,11 @@ def estimated_kl(
     stats: Stats,
     batch: Batch,
     estimator: str,
-    bias_correction: bool,
-    log_ratio_clamp: float | None,
-    kl_clamp: float | None,
-    ratio_clamp: float | None,
-    level: str = "token",
+    bias_correction: bool,  # the estimate is multiplied by the ratio r
+    log_ratio_clamp: float | None,  # bound of the magnitude of ref_logprobs - logprob
+    kl_clamp: float | None,  # bound of the estimate's magnitude
+    ratio_clamp: float | None,  # bound of the magnitude of log r
+    level: str = "token",  # "token" or "segment": what has one ratio r
 ) -> Tensor:
     log_ratio_to_policy = clamped(batch["ref_logprobs"] - stats.logprob, log_ratio_clamp)
     replaces_gradient, estimator = estimator.endswith("+"), estimator.removesuffix("+")

@@ -114,10 +114,10 @@ def _gmpo(
 
 @sharing_results
 def rloo(
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    delta: float | None = None,
-    ratio_clamp: float | None = 20.0,
+    clip_low: float = 0.2,  # the clipped ratio is at least 1 - clip_low
+    clip_high: float = 0.2,  # the clipped ratio is at most 1 + clip_high
+    delta: float | None = None,  # upper bound of the ratio
+    ratio_clamp: float | None = 20.0,  # bound of the log-ratio's magnitude
     **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-torch.min(R * A_s, R.clamp(1 - clip_low, 1 + clip_high) * A_s)`` per segment, with
@@ -146,11 +146,11 @@ MIN_SEGMENT_RATIO = 1e-8  # lower bound of the ratio w of a segment in VESPO, as
 
 @sharing_results
 def vespo(
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
-    ratio_clamp: float = 20.0,
+    k_pos: float = 2.0,  # k where A >= 0
+    lambda_pos: float = 3.0,  # l where A >= 0
+    k_neg: float = 3.0,  # k where A < 0
+    lambda_neg: float = 2.0,  # l where A < 0
+    ratio_clamp: float = 20.0,  # bound of the log-ratio's magnitude
     **policy: Unpack[PolicyOptions],
 ) -> Losses:
     """``-phi.detach() * A * logprob`` with ``phi = w ** k * (l * (1 - w)).exp()``, ``k = torch.where(A >= 0, k_pos,

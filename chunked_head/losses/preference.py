@@ -84,8 +84,8 @@ def _kto(
     beta: float,
     desirable_weight: float,
     undesirable_weight: float,
-    average: bool,
-    has_reference: bool,
+    average: bool,  # scores are means over tokens, not sums
+    has_reference: bool,  # scores are relative to ``ref_logprobs``
 ) -> Tensor:
     segment_scores = segment_totals(score_terms(stats, batch, has_reference), batch, average)
     baseline = batch.get("kl_baseline")
@@ -184,10 +184,10 @@ def dpo(
 @sharing_results
 def simpo(
     beta: float = 0.1,
-    gamma: float = 0.5,
+    gamma: float = 0.5,  # margin
     *,
     label_smoothing: float = 0.0,
-    alpha: float = 0.0,
+    alpha: float = 0.0,  # exponent of AlphaPO; 0: SimPO
     **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``-F.logsigmoid(beta * (score[chosen] - score[rejected]) - gamma)`` per pair, with ``score =
@@ -210,8 +210,8 @@ def cpo(
     variant: str = "sigmoid",
     *,
     label_smoothing: float = 0.0,
-    average: bool | None = None,
-    alpha: float = 0.0,
+    average: bool | None = None,  # scores are means over tokens, not sums; None: the variant decides
+    alpha: float = 0.0,  # exponent of AlphaPO; 0: CPO
     **summand: Unpack[SummandOptions],
 ) -> Losses:
     """``-F.logsigmoid(beta * (score[chosen] - score[rejected]))`` per pair, with ``score = segment_sum(logprob)``:
@@ -233,12 +233,12 @@ def cpo(
 
 
 def make_paired(
-    kind: str,
-    beta: float,
+    kind: str,  # name of the loss
+    beta: float,  # factor of scores
     variant: str,
     label_smoothing: float,
-    average: bool | None,
-    has_reference: bool,
+    average: bool | None,  # scores are means over tokens, not sums; None: the variant decides
+    has_reference: bool,  # scores are relative to ``ref_logprobs``
     summand_options: Mapping[str, Any],  # the user's ``SummandOptions``
     **further_options: Any,  # checked options of ``pair_values``
 ) -> Losses:
@@ -280,7 +280,7 @@ def _paired(stats: Stats, batch: Batch, **options: Any) -> Tensor:
 def pair_values(
     stats: Stats,
     batch: Batch,
-    beta: float,
+    beta: float,  # factor of scores
     variant: str,
     eps: float,  # label smoothing
     average: bool,  # scores are means over tokens, not sums

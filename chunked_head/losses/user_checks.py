@@ -109,7 +109,7 @@ class MadeUpTokens:
         self,
         tensors: Mapping[str, Tensor],
         extra_fields: Mapping[str, Field],
-        sums: Iterable[str],
+        sums: Iterable[str],  # names of sums over the vocabulary
         device: torch.device,
     ):
         first_tensor = next(iter(tensors.values()), None)
@@ -129,7 +129,7 @@ class MadeUpTokens:
                 **{name: logprob * 0.5 for name in STATISTICS if name.endswith("_logprob")},
                 "topk_logprobs": rand(NUM_TOKENS, TRAILING_SIZE).softmax(-1).log() - 0.2,
             }
-            fields, self.per_token = {}, set[str]()
+            fields, self.token_field_names = {}, set[str]()
             for name, field_type in (FIELDS | dict(extra_fields)).items():
                 if field_type.kind == "kept":
                     continue
@@ -137,7 +137,7 @@ class MadeUpTokens:
                 if name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):  # ratios are near 1
                     field_values = logprob + 0.3 * field_values
                 if field_type.kind in ("token", "row"):
-                    self.per_token.add(name)
+                    self.token_field_names.add(name)
                     field_values[~mask] = 0
                 fields[name] = {"float": field_values, "bool": field_values > 0, "int": (field_values > 0).long()}[
                     field_type.type
@@ -153,13 +153,13 @@ class MadeUpTokens:
 
     def fields_of(self, piece: slice) -> dict[str, Tensor]:
         """Fields by name: token fields of the slice ``piece`` of the tokens, and all other fields as they are."""
-        return {name: value[piece] if name in self.per_token else value for name, value in self.fields.items()}
+        return {name: value[piece] if name in self.token_field_names else value for name, value in self.fields.items()}
 
 
 def shared_result(
     measure: Measure,
     check_key: Hashable,
-    extra_fields: Mapping[str, Field],
+    extra_fields: Mapping[str, Field],  # by name, fields that FIELDS does not list
     check: Callable[[MadeUpTokens], CheckResult],
 ) -> CheckResult:
     """The result of ``check`` on made-up tokens. It is cached by ``check_key``, a key of all that ``check`` depends on

@@ -39,11 +39,11 @@ def linear_cross_entropy(
     weight: Tensor,  # [vocab, hidden], under tensor parallelism this rank's rows
     labels: Tensor,  # [...] int64
     temperature: float | Tensor = 1.0,
-    reduction: str = "none",
-    dist_process_group: Any = None,
+    reduction: str = "none",  # of the log-probabilities
+    dist_process_group: Any = None,  # ranks that share the weight's rows
     *,
-    mask: Tensor | None = None,
-    reduce_dhidden: bool | None = None,
+    mask: Tensor | None = None,  # bool [...]
+    reduce_dhidden: bool | None = None,  # this function sums the gradient of ``hidden`` over the ranks
     **options: Unpack[Execution],
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of ``labels`` and entropies, both fp32 and differentiable, with verl's signature.
