@@ -150,8 +150,8 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropy(OptionsModule):
-    """A module with the interface of Apple's module of this name, called as ``module(e, c, targets, bias)``. Options
-    are the same as of ``linear_cross_entropy``."""
+    """A module with the interface of Apple's module of this name, called as ``module(e, c, targets, bias)``. The
+    options are options of ``linear_cross_entropy``."""
 
     __init__ = init_of(linear_cross_entropy, OPTIONS)
 

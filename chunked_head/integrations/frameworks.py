@@ -31,8 +31,8 @@ class Framework:
         parameters_by_path: for each object that this library replaces or builds on, the names of the object's
             parameters in order, such as ``"a, b"``, without ``self`` and ``ctx``. ``"a, *, c"``: a comes first, and c
             among the others. ``"*"``: any parameters. ``"a, b | c"``: either ``"a, b"`` or ``"c"``.
-        module: name of the framework's module. If it is imported, its ``__version__`` is the framework's version, else
-            the installed package's version is: the module may be a checkout.
+        module: name of the framework's module. ``__version__`` of the imported module, which may be a checkout, comes
+            before the version of the installed package.
         importing_modules: further modules that import the objects by their names.
     """
 

@@ -152,7 +152,7 @@ class LigerFusedLinearCrossEntropyFunction:
 
 class LigerFusedLinearCrossEntropyLoss(OptionsModule):
     """A module with the interface of Liger's module of this name, called as ``module(lin_weight, _input, target,
-    bias)``. Options are the same as of ``liger_fused_linear_cross_entropy``."""
+    bias)``. The options are options of ``liger_fused_linear_cross_entropy``."""
 
     __init__ = init_of(liger_fused_linear_cross_entropy, OPTIONS)
 

@@ -8,8 +8,8 @@ where ``train.yaml`` may have the head's options, next to LLaMA-Factory's argume
     chunked_head: {memory_budget: 1GiB}
 
 LLaMA-Factory has no plugins, and its callbacks do not see a reference model. Every training
-stage calls LLaMA-Factory's ``load_model``. During a run, a function of this module takes its place: it calls the
-original and patches the returned model (``patch_model``). The rest is LLaMA-Factory's code on lazy logits.
+stage calls LLaMA-Factory's ``load_model``. During a run, a wrapper replaces this function. The wrapper patches the
+loaded model (``patch_model``). All else is LLaMA-Factory's code on lazy logits.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def run_exp(args: Mapping[str, Any] | None = None, callbacks: list[Any] | None =
         options: options of ``patch_model``. They override the options under ``chunked_head`` in ``args``.
 
     Raises:
-        TypeError, ValueError: an option is wrong, or this library does not compute the loss of the stage or argument.
+        TypeError, ValueError: an option is wrong, or a stage or argument has a loss that is not computed by this head.
             ImportError: LLaMA-Factory is not installed.
     """
     LLAMAFACTORY.version()

@@ -99,7 +99,7 @@ class ChunkedHeadLM(lm_eval_models.HFLM):
 
     def batch_outcomes(self, batch: Sequence[Request], collator: Any) -> list[tuple[Any, tuple[float, bool]]]:
         """Returns pairs of a request's texts and outcome: the continuation's log-likelihood, and whether it is greedy.
-        There is a pair for each request of the batch, and for each other request with the context of one of them."""
+        There is a pair for each request of the batch, and for each request with the same context as one of these."""
         input_ids = [
             torch.tensor((context + ids)[-(self.max_length + 1) : -1], device=self.device) for _, context, ids in batch
         ]

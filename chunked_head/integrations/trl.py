@@ -13,8 +13,8 @@ both:
 
 Values differ from TRL's only where TRL rounds logits to 16 bits.
 
-Gradients are made in backward, when the loss that TRL computes from the statistics is known. This takes four matmuls;
-with a frozen head (as under LoRA) two, or three if the loss has a gradient by entropies too (GRPO with
+Gradients are made in backward, when the loss that TRL computes from the statistics is known. This takes four matmuls.
+With a frozen head (under LoRA) it takes two, or three if the loss has a gradient by entropies too (GRPO with
 ``entropy_coef``).
 
 ``patch_trl(losses=("SFT",))`` derives SFT's loss from its config and batch, and makes gradients along with the

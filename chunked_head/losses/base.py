@@ -134,8 +134,8 @@ class Measure:
 
     @property
     def text(self) -> str:
-        """Source text of a function call that makes this measure, such as "grpo(clip_high=0.28)". If no function of
-        ``chunked_head.losses`` or ``metrics`` made the measure, the label."""
+        """Source text of a function call that makes this measure, such as "grpo(clip_high=0.28)". Returns the label if
+        no function of ``chunked_head.losses`` or ``metrics`` made the measure."""
         factory, args, options = vars(self).get("origin", (None, (), {}))
         if factory is None:
             return self.label
@@ -154,8 +154,8 @@ class Measure:
     @functools.cached_property
     def key_and_numbers(self) -> tuple[Hashable, tuple[float, ...]]:
         """Returns a key of ``function`` and ``options``, and the tuple of all floats in ``options``. The key has no
-        floats: compiled code is found by the key and takes the floats as arguments. None and () for a user's function,
-        and for options that are not plain values."""
+        floats: compiled code is found by the key and takes the floats as arguments. Returns None and () for a user's
+        function, and for options that are not plain values."""
         numbers: list[float] = []
         values_key = split_numbers(tuple(self.options.values()), numbers) if is_library(self.function) else None
         return (None, ()) if values_key is None else ((self.function, tuple(self.options), values_key), tuple(numbers))
@@ -224,7 +224,7 @@ class Summand(Measure):
 
     @property
     def key(self) -> tuple:
-        """A key. Summands of equal keys compile to the same code."""
+        """A key of the code that is compiled. Summands of equal keys share the code."""
         teacher_key = None if self.teacher is None else split_numbers(self.teacher, [])
         return self.key_and_numbers[0], self.unit, self.scope, self.reads_target, tuple(self.tensors), teacher_key
 

@@ -53,7 +53,7 @@ def reverse_kl(**teacher: Unpack[TeacherOptions]) -> Losses:
     """``(p * (p / q).log()).sum(-1)``: KL(p || q) to a dense teacher. Fields and options are those of ``forward_kl``.
 
     If the teacher excludes an id (by a logit of -inf) that the student does not exclude, the divergence is infinite.
-    ``log q`` is taken as -1e4 for that id, so that value and gradient are large but finite. (``jsd`` is bounded.)
+    ``log q`` is taken as -1e4 for that id, so that value and gradient are large but finite.
     """
     return dense("reverse_kl", ("reverse_kl",), teacher)
 
@@ -120,8 +120,8 @@ def dense(
     options: dict[str, Any] | None = None,  # None: the names of the statistics
     sums: Mapping[str, VocabularySum] | None = None,  # sums over the vocabulary, by the name of the statistic
 ) -> Losses:
-    """A loss of a dense teacher. The default ``function`` adds up the statistics and multiplies the sum by ``factor``,
-    which is ``temperature ** 2`` with ``t_squared``, else 1. TypeError or ValueError for wrong options."""
+    """A loss of a dense teacher. The default ``function`` adds up the statistics. With ``t_squared`` it multiplies the
+    sum by ``temperature ** 2``. TypeError or ValueError for wrong options."""
     refuse_unknown("losses", kind, teacher_options, TeacherOptions.__annotations__)
     loss_name, summand_options = f"losses.{kind}", dict(teacher_options)
     temperature = summand_options.pop("teacher_temperature", None)
@@ -167,11 +167,11 @@ def topk_kl(
     ``divergence`` is ``forward`` KL(t || s), ``reverse`` KL(s || t), ``jsd`` (``beta``: 0 is forward, 1 reverse) or
     ``tvd``. ``normalize`` says which outcomes the divergence sums over:
 
-    - ``tail``: over K + 1 outcomes: the K ids, and all other ids as one outcome.
-    - ``vocab``: over the vocabulary, where the teacher's probability of other ids is 0. ``forward`` is below 0 where
+    - ``tail``: K + 1 outcomes. One outcome is each of the K ids, and one is all other ids together.
+    - ``vocab``: the vocabulary. The teacher's probability of other ids is 0. ``forward`` is below 0 where
       ``t`` sums to less than 1; ``reverse`` leaves out other ids, whose terms are infinite; ``jsd`` and ``tvd`` count
       ``rest_s``.
-    - ``topk``: over the K ids, with ``s`` and ``t`` normalised over them; the value is 0 for K = 1.
+    - ``topk``: the K ids. ``s`` and ``t`` are normalised over these; the value is 0 for K = 1.
 
     ``teacher_renormalize`` divides ``t`` by its sum first; None: for ``topk`` only. ``teacher_logprobs`` are at the
     loss's temperature if ``teacher_temperature`` is None. With ``teacher_temperature=T`` they are at temperature 1, and

@@ -46,7 +46,7 @@ class Rollout(NamedTuple):
 
 @sharing_results
 def reinforce(**policy: Unpack[PolicyOptions]) -> Losses:
-    """``-A * logprob``: REINFORCE. On policy (r = 1), every clipped loss has the same gradient.
+    """``-A * logprob``: REINFORCE. On policy (r = 1), all clipped losses have the gradient of REINFORCE.
 
     Fields: advantages [tokens]; with ``rollout``, rollout_logprobs and optionally old_logprobs.
     """
@@ -128,7 +128,7 @@ def sapo(
     tau_pos: float = 1.0, tau_neg: float = 1.05, ratio_clamp: float | None = 20.0, **policy: Unpack[PolicyOptions]
 ) -> Losses:
     """``-A * 4 / tau * torch.sigmoid(tau * (r - 1))`` with ``tau = torch.where(A > 0, tau_pos, tau_neg)``: a soft gate
-    in place of the clip (arXiv 2511.20347). On policy the gradient equals that of ``reinforce``.
+    in place of the clip (arXiv 2511.20347). On policy the gradient is the gradient of ``reinforce``.
 
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). ``ratio_clamp``: see ``grpo``.
     """

@@ -205,6 +205,6 @@ def _vespo(
 
 
 def _weighted_segment_means(stats: Stats, batch: Batch, rollout: Rollout | None) -> Tensor:
-    """Mean advantages [num_segments] of segments. With ``rollout``: times the segments' mean rollout weights."""
+    """Mean advantages [num_segments] of segments, multiplied by mean rollout weights unless ``rollout`` is None."""
     advantages = batch.segment_mean(batch["advantages"])
     return advantages if rollout is None else advantages * batch.segment_mean(rollout_weights(stats, batch, rollout))

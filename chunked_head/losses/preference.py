@@ -150,9 +150,9 @@ def dpo(
     reverse KL). Only variants that read nothing but the difference of scores take a ``divergence``. Exponents in the
     formulas are clamped to at most 80 (``ipo``, which squares exponentials: 40), without gradient above.
 
-    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411) is a factor of tokens that lie past the length of the pair's shorter
-    segment: of what they add to the score. For a segment of several pairs, it is the length of the shortest segment of
-    these pairs. ValueError with ``TokenParallel``.
+    ``ld_alpha`` in [0, 1] (LD-DPO, 2409.06411) multiplies what tokens past the length of a pair's shorter segment add
+    to the score of the longer segment. If a segment has several pairs, the shortest segment of all these pairs decides.
+    ValueError with ``TokenParallel``.
 
     Fields: ``segments``, ``pairs`` [P, 2] of (chosen, rejected) segment ids, and ``ref_logprobs`` unless
     ``reference_free``. There is one value per pair, and the mean is over pairs. ``average``: the score is a mean over
@@ -344,7 +344,7 @@ def transformed_scores(scores: Tensor, power: float | None, max_exponent: float)
 
 
 def is_past_shorter(batch: Batch) -> Tensor:
-    """Mask [n]. True: in its segment, the token lies past the length of the shortest segment of the segment's pairs."""
+    """Mask [n]. True if a segment that is paired with the token's segment has no token at the token's position."""
     segment_lengths = batch.segment_count()
     chosen, rejected = batch["pairs"].unbind(1)
     is_valid_pair = (chosen >= 0) & (rejected >= 0)

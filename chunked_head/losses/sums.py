@@ -66,7 +66,7 @@ def number_of_parameters(owner: str, function: ElementwiseFunction) -> int:
 
 def key_of(value: Any, depth: int = 0) -> Hashable:
     """A key of a function. Functions of equal code that read equal plain values and functions have equal keys. The key
-    of a function that reads anything else equals no other key, since the rest may change unnoticed."""
+    of a function that reads anything else equals no other key, since other values may change unnoticed."""
     value_type = type(value)
     if value_type in CONSTANT_TYPES:
         return value_type, value
@@ -92,7 +92,7 @@ def key_of(value: Any, depth: int = 0) -> Hashable:
 
 
 def is_constant(value: Any) -> bool:
-    """True for modules, functions and types of torch, math and Python's builtins. Such a value never changes."""
+    """True for modules, functions and types of torch, math and Python's builtins. All of these are constant."""
     if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType | type):
         return False  # a method of some object
     module_name = value.__name__ if isinstance(value, ModuleType) else value.__module__
@@ -210,7 +210,7 @@ class TracedFunction:
         return terms, torch.where((log_p.exp() == 0) & slopes.isnan(), 0.0, slopes)
 
     def result_of(self, node: fx.Node, values_by_node: dict[fx.Node, Any], log_p: Tensor) -> Any:
-        """The result of a node, in the dtype of ``log_p`` if it is floating. ``values_by_node``: the inputs' values."""
+        """The result of a node. A floating result has the dtype of ``log_p``. ``values_by_node``: values of inputs."""
         operation_name, torch_function = name_of(node), node.target
         arguments: Any = fx.node.map_arg(node.args, lambda argument: values_by_node[argument])
         dtype = node.meta["val"].dtype

@@ -64,9 +64,9 @@ def custom(
     ``scope="token"`` the function also runs on two pieces of the tokens. ValueError if the pieces have other values or
     gradients than all tokens at once. ``fields={"my_weights": "token"}`` declares the kinds of fields that the library
     does not have. A field that is not floating, or has further dimensions, is declared by a ``losses.Field`` in place
-    of its kind. A dense teacher's tensors are declared too. ``needs`` adds statistics that the function reads in some
-    calls only. With ``check=False`` the function does not run on made-up tokens. Then ``needs`` and ``fields`` have to
-    name all that the function reads, and the call must have a target.
+    of its kind. Fields of a dense teacher are declared likewise. ``needs`` adds statistics that the function reads in
+    some calls only. With ``check=False`` the function does not run on made-up tokens. Then ``needs`` and ``fields``
+    have to name all that the function reads, and the call must have a target.
 
     ``sums={"p2": lambda log_p: (2 * log_p).exp()}`` adds a statistic ``p2``, the sum of the function over the
     vocabulary. Functions take ``log_p`` (see ``losses.vocabulary_sum``), or ``log_p`` and ``log_q`` (see

@@ -195,8 +195,8 @@ def are_close(a: Tensor, b: Tensor) -> bool:
 
 def check_pieces(owner: str, measure: Measure, sample: MadeUpTokens) -> tuple[set[str], set[str]]:
     """Returns two sets of names: of the statistics and of the fields that the measure's function reads. ValueError if
-    the function does not return one value per unit. With scope "token", ValueError if values or gradients of two pieces
-    of the tokens differ from those of all tokens at once."""
+    the function does not return one value per unit. With scope "token", ValueError if two pieces of the tokens have
+    other values or gradients than all tokens at once."""
     results_at_once, statistic_names, field_names = values_on_sample(owner, measure, sample, ALL_TOKENS)
     results = [values_on_sample(owner, measure, sample, piece)[0] for piece in TOKEN_PIECES if measure.scope == "token"]
     for quantity, values in results_at_once.items():

@@ -40,8 +40,8 @@ def sequence_mean(
     is true and if, with ``shift=k``, it is not among the first k of a row, which no hidden state predicts. ``segments``
     int, in the shape of ``mask``: ids of sequences below ``num_segments``, or -1 for tokens of no sequence, whose
     weight is 0. Without ``segments`` each row of the last dimension is a sequence. ``D`` is ``num_sequences``, the
-    number of sequences of the whole step; None: the number of sequences of this call, with ``empty="excluded"`` only
-    of those that have a token that counts. TypeError or ValueError for wrong arguments.
+    number of sequences of the whole step; None: the number of sequences of this call. ``empty="excluded"`` does not
+    count sequences without a token that counts. TypeError or ValueError for wrong arguments.
     """
     function_name = "weights.sequence_mean"
     choice(function_name, "empty", empty, ("counted", "excluded"))

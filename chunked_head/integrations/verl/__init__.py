@@ -57,8 +57,8 @@ def linear_cross_entropy(
         mask: bool, in the shape of labels: tokens that count, such as those of responses. Other tokens, and tokens
             whose label is -100, have value 0 and no gradient; with ``skip_ignored=True`` they cost no matmul.
         reduce_dhidden: True: this function sums the gradient of ``hidden`` over ``dist_process_group``. False: the
-            graph before it does, as the backward of Megatron's gather of sequences. None: False if that gather made
-            ``hidden``; otherwise ValueError, since the gradient could be wrong.
+            graph that made ``hidden`` sums it, as the backward of Megatron's gather of sequences does. None: False if
+            Megatron's gather made ``hidden``; otherwise ValueError, since the gradient could be wrong.
         options: as in ``chunked_head.Execution``.
 
     Returns:
@@ -115,7 +115,7 @@ class FusedLinearForPPO(nn.Module):
 
 def sums_dhidden(hidden: Tensor, group: Any, reduce_dhidden: bool | None) -> bool:
     """True if this library has to sum the gradient of ``hidden`` over ``group``. False if the graph that made
-    ``hidden`` sums it. ValueError if this is not known."""
+    ``hidden`` sums it. ValueError if it is not known which."""
     if reduce_dhidden is not None:
         return reduce_dhidden
     if torch.distributed.get_world_size(group) == 1 or not (hidden.requires_grad and torch.is_grad_enabled()):
