@@ -292,7 +292,7 @@ def _clip_fraction(
 
 @sharing_results
 def advantage(reduce: Reduce = "mean", **metric_options: Any) -> Metric:
-    """The field ``advantages``: the mean over tokens that count; with ``reduce``, the maximum or minimum."""
+    """``A``, the field ``advantages``: the mean over tokens that count; with ``reduce``, the maximum or minimum."""
     return make("advantage", _advantage, metric_options, reduce=reduce, fields=("advantages",), reads_target=False)
 
 
