@@ -61,7 +61,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("key: a plan without its tokens", "chunked_head/call/planning.py", "        len(tokens.targets),\n        makes_grads,", "        0,\n        makes_grads,", KEYS + " -k one_spec"),
     ("key: a plan without the request", "chunked_head/plan/planner.py", "PLANS.get_or_make((sizes, request), ", "PLANS.get_or_make((sizes, Request()), ", KEYS + " -k of_requests"),
     ("key: a recording without strides", "chunked_head/call/recording.py", "(x.dtype, x.shape, x.stride(), x", "(x.dtype, x.shape, x", KEYS + " -k one_spec"),
-    ("key: a recipe without autocast", "chunked_head/compile/recipes.py", "text_of((FORMAT_VERSION, arguments, autocast))", "text_of((FORMAT_VERSION, arguments))", KEYS + " -k recipes"),
+    ("key: a recipe without autocast", "chunked_head/compile/recipes.py", "text_of((FORMAT_VERSION, arguments, autocast_dtype))", "text_of((FORMAT_VERSION, arguments))", KEYS + " -k recipes"),
     ("key: a user's function without the question", "chunked_head/losses/user_checks.py", "key = values_key, check_key, ", "key = values_key, ", KEYS + " -k found_out"),
     ("key: a factory without its options", "chunked_head/losses/base.py", "repr((args, options))", "repr(args)", KEYS + " -k by_their_numbers"),
     ("key: cross-entropy without z-loss", "chunked_head/functions/cross_entropy.py", "LOSS_CACHE.get_or_make(numbers, ", "LOSS_CACHE.get_or_make(numbers[:1], ", KEYS + " -k by_their_numbers"),

@@ -16,8 +16,8 @@ from .options import Call
 
 TEMPERATURE = "temperature of each token"  # name of the field that an argument of the call becomes
 SEGMENTS_REMEDY = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
-SEGMENT_IDS = ("segments", "documents")
-TAKE_BATCH = ("linear_loss", "logits_loss")  # functions whose fields are a mapping, in which others have arguments
+SEGMENT_IDS = ("segments", "documents")  # names of the fields that have a segment's id for each token
+TAKE_BATCH = ("linear_loss", "logits_loss")  # names of the functions that take fields as the mapping ``batch``
 # by field: the field whose shape it must have
 SHAPED_AS = {"candidate_bias": "kept_ids", "teacher_logprobs": "teacher_ids", "teacher_mask": "teacher_ids"}
 FIELDS_OF_UNIT = {
@@ -26,7 +26,7 @@ FIELDS_OF_UNIT = {
     "pair": ("segments", "pairs"),
 }  # fields that a loss or metric with one value per token, segment or pair needs
 MOST_PADDING = 1023  # ids; a vocabulary is padded to a multiple of 1024 at most
-NAMING = {"token_weights": Field("token"), "normalizer": Field("constant")}  # options that may name a field
+NAMING = {"token_weights": Field("token"), "normalizer": Field("constant")}  # by option that may name a field: its kind
 # by the type of a field: its name in errors, and a test of a tensor
 TYPES: dict[str, tuple[str, Callable[[Tensor], bool]]] = {
     "float": ("floating-point", Tensor.is_floating_point),
@@ -112,8 +112,8 @@ def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
                     not (has_logits or {"teacher_hidden", "teacher_weight"}.issubset(batch)),
             })  # fmt: skip
         if not measure.is_builtin:
-            withheld = {*TEACHER_FIELDS, *(segment_fields if call.num_segments is None else ())}
-            field_names += [field for field in batch if field not in withheld]
+            withheld_names = {*TEACHER_FIELDS, *(segment_fields if call.num_segments is None else ())}
+            field_names += [field for field in batch if field not in withheld_names]
     return list(dict.fromkeys(field_names)), field_kinds
 
 
@@ -140,13 +140,13 @@ def check_fields(call: Call[Any], names: Sequence[str], field_kinds: Mapping[str
     elif "kept_ids" in names:
         kept_ids = batch["kept_ids"]
         has_right_shape = kept_ids.dim() > 0 and tuple(kept_ids.shape[:-1]) == call.leading
-        expected = f"{call.leading}, the target's, and one more dimension, -1 for no id, without kept_offsets"
-        check_shape("batch['kept_ids']", kept_ids, has_right_shape, expected, "")
-    for field, partner in SHAPED_AS.items():
-        if field in names and partner in names:
-            shape = batch[partner].shape
-            has_right_shape, expected = batch[field].shape == shape, f"{tuple(shape)}, that of {partner}"
-            check_shape(f"batch[{field!r}]", batch[field], has_right_shape, expected, "")
+        expected_text = f"{call.leading}, the target's, and one more dimension, -1 for no id, without kept_offsets"
+        check_shape("batch['kept_ids']", kept_ids, has_right_shape, expected_text, "")
+    for field, partner_field in SHAPED_AS.items():
+        if field in names and partner_field in names:
+            shape = batch[partner_field].shape
+            has_right_shape, expected_text = batch[field].shape == shape, f"{tuple(shape)}, that of {partner_field}"
+            check_shape(f"batch[{field!r}]", batch[field], has_right_shape, expected_text, "")
 
 
 def check_field(call: Call[Any], field: str, kind: Field) -> None:
@@ -159,8 +159,8 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
     check_device(argument, value, call.device, "the target's rows")
     if value.requires_grad:
         raise ValueError(f"{argument} takes no gradient here; pass it .detach()ed")
-    type_words, right_type = TYPES[kind.type]
-    if not right_type(value):
+    type_words, has_right_type = TYPES[kind.type]
+    if not has_right_type(value):
         raise TypeError(f"{argument} must be {type_words}, got {name_of(value.dtype)}; cast it")
     if num_segments is None and (kind.kind == "segment" or field in SEGMENT_IDS):
         raise ValueError(f"{argument} needs num_segments, the number of segments of the call, an int")
@@ -184,9 +184,9 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
             has_right_shape and shape[1] == 2,
             "segment ids of chosen and rejected, [pairs, 2]",
         )
-    expected = ", ".join([*map(str, leading_shape), *["..."] * kind.trailing])
+    shape_text = ", ".join([*map(str, leading_shape), *["..."] * kind.trailing])
     check_shape(
-        argument, value, has_right_shape, f"({expected}), {description}", "nothing is broadcast: expand or reshape it"
+        argument, value, has_right_shape, f"({shape_text}), {description}", "nothing is broadcast: expand or reshape it"
     )
     if kind.kind in ("token", "row") and 0 in shape[len(leading) :]:
         raise ValueError(f"{argument} must not be empty along its last dimension, got {shape}")
@@ -197,15 +197,15 @@ def check_dense_teacher(call: Call[Any], names: Sequence[str], dtype: torch.dtyp
     ids in the teacher's vocabulary; None without a dense teacher."""
     batch: Any = call.batch
     if "teacher_logits" in names:
-        ids = batch["teacher_logits"].shape[-1]
+        id_count = batch["teacher_logits"].shape[-1]
     elif "teacher_hidden" not in names:
         return None
     else:
         hidden, weight, bias = batch["teacher_hidden"], batch["teacher_weight"], batch.get("teacher_bias")
-        ids = weight.shape[0]
+        id_count = weight.shape[0]
         has_right_shape = weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and 0 not in weight.shape
-        expected = f"[vocabulary, {hidden.shape[-1]}], the width of teacher_hidden"
-        check_shape("batch['teacher_weight']", weight, has_right_shape, expected, "")
+        expected_text = f"[vocabulary, {hidden.shape[-1]}], the width of teacher_hidden"
+        check_shape("batch['teacher_weight']", weight, has_right_shape, expected_text, "")
         for name, tensor in (("teacher_weight", weight), ("teacher_bias", bias)):
             if tensor is not None and tensor.dtype != hidden.dtype and not autocast:
                 raise TypeError(
@@ -213,36 +213,36 @@ def check_dense_teacher(call: Call[Any], names: Sequence[str], dtype: torch.dtyp
                     f"one of them or run under torch.autocast({hidden.device.type!r})"
                 )
         if bias is not None:
-            check_shape("batch['teacher_bias']", bias, tuple(bias.shape) == (ids,), f"({ids},)", "")
+            check_shape("batch['teacher_bias']", bias, tuple(bias.shape) == (id_count,), f"({id_count},)", "")
         if (hidden.dtype == torch.float64) != (dtype == torch.float64):
             raise TypeError(
                 f"batch['teacher_hidden'] is {hidden.dtype}, the student's matmuls are in {dtype}; cast one"
             )
     if call.shard is None:
-        check_vocabularies(call, ids)
-        return ids
+        check_vocabularies(call, id_count)
+        return id_count
     refuse({
         "sequence_sharded=True takes no batch['teacher_logits']; give teacher_hidden and teacher_weight":
             call.sequence_sharded and "teacher_logits" in batch,
-        f"the teacher has {ids} rows on this rank, the student {call.local_vocab}; split both vocabularies alike":
-            ids != call.local_vocab,
+        f"the teacher has {id_count} rows on this rank, the student {call.local_vocab}; split both vocabularies alike":
+            id_count != call.local_vocab,
     })  # fmt: skip
     return call.vocab
 
 
-def check_vocabularies(call: Call[Any], rows: int) -> None:
-    """Raises ValueError if teacher and student differ in their number of ids by more than the padding of a head."""
-    surplus, is_stated = rows - call.vocab, call.vocab_size is not None
-    if abs(surplus) > MOST_PADDING and not (is_stated and surplus > 0):
+def check_vocabularies(call: Call[Any], id_count: int) -> None:
+    """Raises ValueError if a teacher's number of ids is off by more than padding; with ``vocab_size``, more is fine."""
+    surplus_ids, has_vocab_size = id_count - call.vocab, call.vocab_size is not None
+    if abs(surplus_ids) > MOST_PADDING and not (has_vocab_size and surplus_ids > 0):
         raise ValueError(
             f"the teacher must have the student's vocabulary of {call.vocab} ids, up to {MOST_PADDING} of padding, got "
-            f"one of {rows}; ids of another tokenizer mean other tokens. If the first {min(rows, call.vocab)} ids are "
-            f"the same in both, pass vocab_size={min(rows, call.vocab)}"
+            f"one of {id_count}; ids of another tokenizer mean other tokens. If the first {min(id_count, call.vocab)} "
+            f"ids are the same in both, pass vocab_size={min(id_count, call.vocab)}"
         )
 
 
 def make_teacher(
-    fields: Mapping[str, Tensor], options: Teacher, columns: int, dtype: torch.dtype | None
+    fields: Mapping[str, Tensor], options: Teacher, column_count: int, dtype: torch.dtype | None
 ) -> TeacherHead:
     """The dense teacher, with weight and bias cut to the first ``columns`` ids, the ids that the student has too.
     ``dtype``: dtype of the teacher's matmul under autocast, else None."""
@@ -251,8 +251,8 @@ def make_teacher(
     return TeacherHead(
         fields.get("teacher_logits"),
         fields.get("teacher_hidden"),
-        None if weight is None else weight[:columns].detach(),
-        None if bias is None else bias[:columns].detach().contiguous(),  # kernels read no strides of a bias
+        None if weight is None else weight[:column_count].detach(),
+        None if bias is None else bias[:column_count].detach().contiguous(),  # kernels read no strides of a bias
         options.logit_scale / temperature,
         None if options.softcap is None else options.softcap / temperature,
         options.temperature is None,

@@ -65,8 +65,8 @@ class LogitsWork(LocalWork):
         store: Store = GivenLogits(backend, head, demand, rows, local_logits, dlogits)
         if self.column_sets is not None:
             operand, targets = local_logits, self.local_targets
-            sets = SetStore(backend, head, self.column_sets, operand, targets, rows.scale, demand, True, dlogits)
-            store = WithSets(store, sets) if self.has_vocabulary_rows else sets
+            set_store = SetStore(backend, head, self.column_sets, operand, targets, rows.scale, demand, True, dlogits)
+            store = WithSets(store, set_store) if self.has_vocabulary_rows else set_store
         grads = None if grad is None else Gradients(grad, None, None)
         run_chunks(self, store, lambda chunk: rows, [(tokens,)], stats, coefficients, grads)
 

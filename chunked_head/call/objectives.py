@@ -28,7 +28,7 @@ from ..parallel.tokens import RankSums, add_up
 from ..plan.plans import Plan
 from .tokens import Tokens
 
-ID_FIELDS = ("segments", "documents")
+ID_FIELDS = ("segments", "documents")  # names of the fields that have a segment's id for each token
 
 
 def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
@@ -37,8 +37,8 @@ def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
     counts. ``plan``: None for logits that exist."""
     call, spec, structure, parallel = tokens.call, tokens.spec, tokens.structure, tokens.call.token_parallel
     if parallel is not None:
-        in_common = request_fields(tokens) | {"vocab": str(call.vocab)}
-        zero_or_nan = agree(in_common, parallel.group, call.device, "TokenParallel")
+        common_fields = request_fields(tokens) | {"vocab": str(call.vocab)}
+        zero_or_nan = agree(common_fields, parallel.group, call.device, "TokenParallel")
         one_or_nan = tokens.one_or_nan + zero_or_nan
         tokens = replace(tokens, one_or_nan=one_or_nan, inverse=tokens.inverse + zero_or_nan)
     if call.outputs:
@@ -57,18 +57,18 @@ def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
     is_normalized = call.normalizer is not None or bool([s for _, s in loss_terms if s.normalizer is not None])
     factors, number_factors = inverses, [c for c in coefficients if type(c) is float]
     if call.upstream is not None or len(number_factors) < len(inverses):
-        factors = [product_of(d, c, declared_upstream) for c, d in zip(coefficients, inverses, strict=True)]
+        factors = [product_of(factor, c, declared_upstream) for c, factor in zip(coefficients, inverses, strict=True)]
         number_factors = [1.0] * len(inverses)
     metric_weights, metric_divisors = dict[str, Tensor](), list[Tensor]()
     if call.metrics:
-        measured = [metric for metric, _ in (*structure.metrics, *structure.segment_metrics)]
-        metric_weights, metric_divisors = metric_counts(measured, tokens)
+        metrics = [metric for metric, _ in (*structure.metrics, *structure.segment_metrics)]
+        metric_weights, metric_divisors = metric_counts(metrics, tokens)
     if len(metric_divisors) < 2 and number_factors == [1.0]:
         summand_factors = factors[0].unsqueeze(0)
     else:
         # each count has memory of its own: a caller may add other ranks' counts to it in place
         # a factor of 1 takes no launch
-        products = [d if c == 1.0 else d * c for d, c in zip(factors, number_factors, strict=True)]
+        products = [factor if c == 1.0 else factor * c for factor, c in zip(factors, number_factors, strict=True)]
         numbers_of_call = torch.stack([*products, *metric_divisors])
         summand_factors, metric_divisors = numbers_of_call[: len(factors)], [*numbers_of_call[len(factors) :].unbind()]
     fields = fields_of(tokens, summand_factors, metric_weights)
@@ -94,13 +94,13 @@ def of_each_token(tokens: Tokens) -> Objective:
         coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.call.losses.terms]
         fields = fields_of(tokens, torch.stack([product_of(tokens.one_or_nan, c) for c in coefficients]), {})
         return TokenObjective(**fields, loss_coefficients=coefficients, backend=spec.backend)
-    fields, views, pairing, names = fields_of(tokens), spec.demand.views, spec.demand.pairing, call.outputs
+    fields, views, pairing, statistic_names = fields_of(tokens), spec.demand.views, spec.demand.pairing, call.outputs
     if fields["structure"].views != views:  # the call returns statistics of a softmax that no loss reads
         fields["structure"] = replace(fields["structure"], views=views)
     if pairing is not None:
         statistic_of = {"divergence": "sum0", "entropy": "entropy" + SUFFIX[pairing.view]}
-        names = tuple([statistic_of[name] for name in names])
-    return StatsObjective(**fields, names=names, differentiable=len(call.differentiable))
+        statistic_names = tuple([statistic_of[name] for name in statistic_names])
+    return StatsObjective(**fields, names=statistic_names, differentiable=len(call.differentiable))
 
 
 def fields_of(
@@ -212,10 +212,10 @@ def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
     local_sums += [batch.segment_count(name) for name in id_fields]
     local_sums += [local_total(summand, tokens) for summand in weighted_summands]
     counted, one_or_nan, *totals_of_ranks = add_up(local_sums, parallel.group)
-    iterator = iter(totals_of_ranks)
+    total_iterator = iter(totals_of_ranks)
     totals = (
-        {name: next(iterator) for name in id_fields},
-        {summand: next(iterator) for summand in weighted_summands},
+        {name: next(total_iterator) for name in id_fields},
+        {summand: next(total_iterator) for summand in weighted_summands},
     )
     one_or_nan = torch.where(one_or_nan.isnan(), one_or_nan, 1.0)
     inverse = one_or_nan / counted.clamp(min=1.0)
@@ -246,9 +246,9 @@ def request_fields(tokens: Tokens) -> dict[str, str]:
         value = getattr(call, name)  # numbers are left out: the kind of call does not depend on them
         text_by_name[name] = "number" if isinstance(value, int | float) else shown(value)
     for coefficient, summand in tokens.call.losses.terms:
-        factor = float(coefficient) if isinstance(coefficient, int | float) else "tensor"
+        number_or_word = float(coefficient) if isinstance(coefficient, int | float) else "tensor"
         traits = {name: getattr(summand, name) for name in ("reduction", "unit", "scope", "temperature")}
-        traits |= {"coefficient": factor, **summand.options}
+        traits |= {"coefficient": number_or_word, **summand.options}
         text_by_name |= {f"losses.{summand.label}: {name}": shown(value) for name, value in traits.items()}
     for metric in tokens.call.metrics:
         traits = {"reduce": metric.reduce, "temperature": metric.temperature, **metric.options}

@@ -41,7 +41,7 @@ class OptionsModule(nn.Module):
     """A module with an attribute for each option, like modules of torch's losses. Each forward reads the attributes
     again, so that a user may set them between two calls."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the options
 
     def keep(self, options: Mapping[str, Any]) -> None:
         """Makes each option an attribute, and notes the options' names."""
@@ -170,12 +170,11 @@ def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = 
 class Call(Generic[Result]):
     """The request of a user, made by any public function: operands, options, losses, metrics, batch.
 
-    ``outputs``: names of the values that are returned for each token; empty where the call returns one loss.
-    ``result``: turns an ``Outcome`` into the public function's return value. Where the call returns
-    values per token, the function refers to no tensor of the call.
+    ``result`` turns an ``Outcome`` into the public function's return value. If the call returns values per token,
+    ``result`` refers to no tensor of the call.
     """
 
-    function: str
+    function: str  # name of the public function
     rows: Tensor  # hidden states [..., hidden], or logits [..., vocab] where there is no weight
     target: Tensor | None
     weight: Tensor | None = None
@@ -211,9 +210,8 @@ class Call(Generic[Result]):
     segments: Segments | None = None  # lengths of segments, where the host knows them
     shares_denominator: bool = False  # all losses are divided by the first one's denominator
     # what is returned
-    outputs: tuple[str, ...] = ()
-    # names of outputs whose gradients the plan does not count on: such a gradient computes the logits again
-    unplanned: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()  # names of the values that are returned for each token; empty for one loss
+    unplanned: tuple[str, ...] = ()  # names of outputs whose gradients are made from logits that are computed again
     top_k: int | None = option(lambda x: None if x is None else checks.check_int("top_k", x))
     result: Callable[[Any], Result]
 

@@ -24,7 +24,7 @@ GradFlags = tuple[bool, bool, bool]  # which gradients are made: of hidden state
 class PlanKey(NamedTuple):
     """The key of ``Spec.plans``: all that a plan depends on besides the Spec and a dense teacher's tensors."""
 
-    tokens: int
+    tokens: int  # number of tokens
     makes_grads: GradFlags
     is_in_backward: bool  # the call runs inside of a backward, and makes its gradients in it
     ends_with_segments: bool  # chunks end where segments end
@@ -78,8 +78,8 @@ def planned(
         raise ValueError(plan)
     if groups is None or plan.schedule != "forward" or plan.chunks == 1:
         return tokens, plan, None
-    is_free = tokens.teacher is None or tokens.teacher.logits is None  # another order would copy a teacher's logits
-    spans, order = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, is_free)
+    can_reorder = tokens.teacher is None or tokens.teacher.logits is None  # another order would copy a teacher's logits
+    spans, order = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, can_reorder)
     plan = replace(plan, ending=sum(map(len, spans)))
     if not plan.too_many_chunks:
         return in_order(tokens, [groups[group] for group in order]), plan, spans
@@ -142,7 +142,7 @@ def note_default(plan: Plan) -> None:
     if "default" not in NOTES:
         NOTES.add("default")
         size_text, rule_text = f"{plan.extra_bytes / 2**30:.1f} GiB beside the gradients", ", ".join(plan.budget_rule)
-        budgets_text = ", ".join([f"{b} ({p.schedule}, {p.chunks} chunks)" for b, p in other_budgets(plan)])
+        budgets_text = ", ".join([f"{budget} ({p.schedule}, {p.chunks} chunks)" for budget, p in other_budgets(plan)])
         warnings.warn(
             f"chunked_head takes {size_text}: {rule_text}. memory_budget= sets another: {budgets_text}", stacklevel=2
         )
@@ -163,12 +163,12 @@ def sizes_of(
     assert weight is not None
     traits = backend.traits(call.device) | ({} if call.shard is None else call.shard.size_fields) | traits
     column_count, has_bias_grad = traits.pop("columns", call.local_width), makes_grads[2]
-    store: Any = SetStore
+    store_class: Any = SetStore
     if not (call.kept_everywhere or spec.demand.columns_only):  # some softmax is over the vocabulary
         has_plain_operands = has_plain_rows and call.softcap is None and not has_bias_grad
-        store = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), has_plain_operands, teacher)
+        store_class = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), has_plain_operands, teacher)
     fp8_copy_origin = (
-        None if call.precision is None or not store.has_matmul else "made" if call.fp8_weight is None else "given"
+        None if call.precision is None or not store_class.has_matmul else "made" if call.fp8_weight is None else "given"
     )
     is_only_hidden = makes_grads == (True, False, False)
     traits_of_call: dict[str, Any] = {
@@ -186,7 +186,7 @@ def sizes_of(
         spec.dtype,
         call.rows.dtype,
         weight.dtype,
-        store,
+        store_class,
         weight.shape[0] - column_count,
         *makes_grads,
         bias_dtype=None if bias is None else bias.dtype,
@@ -201,26 +201,26 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     is_own_fp8 = sizes.fp8 is not None and tokens.spec.backend.stops_at_device_count
     if not (sizes.skips or sizes.deterministic or is_own_fp8):
         return
-    is_bounded = sizes.store.stops_at_device_count and tokens.spec.backend.stops_at_device_count
-    is_fixed, device = sizes.deterministic, tokens.call.device
-    needs = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
-    sums_over_segments = [summand.label for _, summand in tokens.call.losses.terms if summand.scope == "segment"]
-    sums_over_segments += [metric.label for metric, _ in tokens.structure.segment_metrics]
+    has_own_matmuls = sizes.store.stops_at_device_count and tokens.spec.backend.stops_at_device_count
+    is_deterministic, device = sizes.deterministic, tokens.call.device
+    limits = f"{sizes.dtype} on {device}; theirs are 16-bit, rows on 16 bytes, a GPU of docs/gpus.md, no top_k"
+    segment_labels = [summand.label for _, summand in tokens.call.losses.terms if summand.scope == "segment"]
+    segment_labels += [metric.label for metric, _ in tokens.structure.segment_metrics]
     refuse({
-        f"skip_ignored=True needs our own matmuls, which do not run these operands ({needs}); use 'wait' or False":
-            sizes.skips and not is_bounded,
+        f"skip_ignored=True needs our own matmuls, which do not run these operands ({limits}); use 'wait' or False":
+            sizes.skips and not has_own_matmuls,
         f"deterministic=True runs on GPUs of docs/gpus.md alone, and these operands are on {device}; leave it False":
-            is_fixed and device.type == "cpu" and not tokens.spec.backend.stops_at_device_count,
+            is_deterministic and device.type == "cpu" and not tokens.spec.backend.stops_at_device_count,
         "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk; "
         "cast to bfloat16, or leave it False":
-            is_fixed and sizes.dtype == torch.float16,
-        f"deterministic=True does not go with {', '.join(sums_over_segments[:1])} on a GPU, which adds up tokens in "
+            is_deterministic and sizes.dtype == torch.float16,
+        f"deterministic=True does not go with {', '.join(segment_labels[:1])} on a GPU, which adds up tokens in "
         "any order; leave it False":
-            is_fixed and sums_over_segments and device.type == "cuda",
+            is_deterministic and segment_labels and device.type == "cuda",
         "deterministic=True does not go with top_k, whose logits BLAS makes; take argmax=True":
-            is_fixed and sizes.demand.searches_logits,
-        f"deterministic=True needs our own matmuls, which do not run these operands ({needs}); leave it False":
-            is_fixed and not is_bounded,
+            is_deterministic and sizes.demand.searches_logits,
+        f"deterministic=True needs our own matmuls, which do not run these operands ({limits}); leave it False":
+            is_deterministic and not has_own_matmuls,
         'precision="fp8" needs our own matmuls, which read a weight that is contiguous and begins on 16 bytes':
-            is_own_fp8 and not is_bounded,
+            is_own_fp8 and not has_own_matmuls,
     })  # fmt: skip

@@ -18,7 +18,7 @@ from ..plan.plans import Plan
 from ..stores.gradients import Gradients
 from ..stores.operands import Head
 
-ALIGNED = 16  # bytes
+ALIGNED = 16  # bytes; keys hold addresses modulo this number
 NOT_YET = object()  # ``RecordedSweep.steps`` of a sweep that has run once and was not recorded yet
 FEW_TOKENS = 8192  # with more, torch sorts the targets, which no recording has, and host time is hidden anyway
 
@@ -28,8 +28,7 @@ class RecordedSweep:
     """The recording of the sweeps of one key."""
 
     plan: Plan  # kept alive, since the key holds its id
-    # ``kernels.common.recording.Recording``; NOT_YET after the first sweep, None where a sweep cannot be recorded
-    steps: Any = NOT_YET
+    steps: Any = NOT_YET  # ``kernels.common.recording.Recording``; None if a sweep cannot be recorded
     stats: tuple[str, ...] = ()  # names of the statistics, the first results; values and gradients follow
 
 
@@ -92,12 +91,12 @@ def run_recorded(work: Any, hidden: Tensor, head: Head) -> tuple[RowStats, Gradi
     assert work.backend.recording is not None
     with work.backend.recording(present_inputs) as recorder:
         stats, grads = work.sweep(hidden, head)
-    named_stats, scalar = stats.by_name, isinstance(objective, ScalarObjective)
-    tables = [objective.table] if scalar else []
+    named_stats, is_scalar = stats.by_name, isinstance(objective, ScalarObjective)
+    tables = [objective.table] if is_scalar else []
     gradients = [] if grads is None else [grad for grad in (grads.hidden, grads.weight) if grad is not None]
-    if not scalar or objective.table is not None:
+    if not is_scalar or objective.table is not None:
         # statistics of a scalar loss are read by backward only; a call with values per token returns them
-        steps = recorder.end([*named_stats.values(), *tables, *gradients], len(named_stats) if scalar else 0)
+        steps = recorder.end([*named_stats.values(), *tables, *gradients], len(named_stats) if is_scalar else 0)
         recordings[key] = RecordedSweep(plan, steps, tuple(named_stats))
     return stats, grads
 

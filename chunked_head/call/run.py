@@ -23,12 +23,12 @@ from .spec import Spec
 from .sweep import HeadWork, LocalWork
 from .tokens import Tokens, tokens_of
 
-BATCHED = (
+BATCHED_ERROR = (
     "several upstream gradients at once (is_grads_batched=True, vectorize=True, torch.vmap over a backward) do not go "
     "with chunked_head, whose kernels torch.vmap cannot see through; ask for one after the other "
     "(vectorize=False), or use full logits"
 )
-FORWARD_MODE = (
+FORWARD_MODE_ERROR = (
     "forward-mode derivatives (torch.autograd.forward_ad, strategy='forward-mode') do not go with chunked_head, which "
     "has gradients in backward only; use loss.backward() or torch.autograd.grad, or full logits"
 )
@@ -43,10 +43,10 @@ class Outcome(NamedTuple):
     outputs: tuple[Tensor, ...]
     plan: Plan | None = None  # None for logits that exist, and in a compiled graph
     tokens: Any = None  # ``Tokens``
-    objective: Any = None
+    objective: Any = None  # ``Objective``
     stats: Any = None  # ``RowStats``
     loss_values: Sequence[Tensor] = ()  # [] the reduced value of each summand; none for values per token
-    metric_totals: Sequence[Tensor] = ()  # as ``ScalarObjective.metric_values`` takes them
+    metric_totals: Sequence[Tensor] = ()  # sums or extrema of the metrics over tokens
 
 
 Finished = tuple[RowStats, list[Tensor], list[Tensor]]  # the last three fields of an ``Outcome``
@@ -75,8 +75,8 @@ def prepared(
     are made; None: autograd decides."""
     call, spec = tokens.call, tokens.spec
     if call.weight is None:
-        logits, on_logits = logits_work(tokens, objective_of(tokens, None))
-        return tokens, on_logits, (logits,)
+        logits, work_on_logits = logits_work(tokens, objective_of(tokens, None))
+        return tokens, work_on_logits, (logits,)
     hidden = call.rows if call.rows.dim() == 2 else call.rows.reshape(-1, call.rows.shape[-1])
     is_in_backward = makes_grads is None and in_backward()
     tokens, plan, spans = planned(tokens, hidden, makes_grads or grads_asked_for(call), is_in_backward)
@@ -87,7 +87,7 @@ def prepared(
         fields = request_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
         shard = shard.agreed_on(fields | plan.in_common, hidden.device)
     can_record = shard is None and tokens.packing is None and spec.backend.recording
-    on_hidden = HeadWork(
+    work_on_hidden = HeadWork(
         plan=plan,
         backend=spec.backend,
         objective=objective,
@@ -101,7 +101,7 @@ def prepared(
         recordings=spec.recordings if can_record and is_recordable(plan, objective) else None,
         fp8_weight=None if call.fp8_weight is None else call.fp8_weight.checked(call.weight, call.local_width),
     )
-    return tokens, on_hidden, (hidden, call.weight, call.bias)
+    return tokens, work_on_hidden, (hidden, call.weight, call.bias)
 
 
 def in_backward() -> bool:
@@ -110,8 +110,8 @@ def in_backward() -> bool:
     Such a call makes no gradients in its forward pass, since a non-reentrant checkpoint discards the new graph. If this
     torch cannot tell, True for every call under hooks on saved tensors, which costs these calls one more matmul.
     """
-    task = private("_C._current_graph_task_id")
-    return under_hooks() if task is None else task[0]() != -1
+    id_getters = private("_C._current_graph_task_id")
+    return under_hooks() if id_getters is None else id_getters[0]() != -1
 
 
 class CallFunction(torch.autograd.Function):
@@ -131,7 +131,7 @@ class CallFunction(torch.autograd.Function):
         assert first_operand is not None
         has_late_gradients = bool([work for work in works if work.plan is None or work.plan.schedule == "recompute"])
         outputs_by_call, grads_by_call = list[tuple[Tensor, ...]](), list[Gradients | None]()
-        backwards, saved, ends = list[BackwardWork](), [*operands], [len(operands)]
+        backwards, saved, saved_ends = list[BackwardWork](), [*operands], [len(operands)]
         with without_autocast(first_operand.device):  # ``run`` has made the tensors' GPU the current one
             if buffer is not None and not has_late_gradients:
                 buffer.begin(works[0])
@@ -152,7 +152,7 @@ class CallFunction(torch.autograd.Function):
                     work = work.with_teacher([tensor.new_empty(0) for tensor in teacher.tensors])
                 has_grads = work.plan is None or work.plan.sizes.any_grad
                 backwards.append(BackwardWork(work, stats if is_scalar else None, tuple(named_stats), has_grads))
-                ends.append(len(saved))
+                saved_ends.append(len(saved))
             if stream_count > 1:
                 first_loss, *other_losses = [outputs[0] for outputs in outputs_by_call]
                 outputs = (sum(other_losses, first_loss),)
@@ -160,7 +160,7 @@ class CallFunction(torch.autograd.Function):
         if [backward for backward in backwards if backward.has_grads]:
             # saved for recomputing and for a second backward: autograd checks that inputs have not changed
             ctx.save_for_backward(*saved)
-            ctx.ends = ends
+            ctx.saved_ends = saved_ends
             # gradients are attributes: saved tensors would be cloned on their way out
             ctx.grads = None if has_late_gradients else grads_by_call
             # Under an activation checkpoint, reading saved tensors runs the forward pass again, with its messages, so
@@ -199,20 +199,20 @@ class CallFunction(torch.autograd.Function):
                 if not backward.has_grads:
                     gradients_by_stream.append((None, None, None))
                     continue
-                arguments = (
+                backward_arguments = (
                     (*operands[i : i + 1], *operands[stream_count:]),
-                    saved[slice(*ctx.ends[i : i + 2])],
+                    saved[slice(*ctx.saved_ends[i : i + 2])],
                     upstream,
                 )
-                gradients_by_stream.append(backward.run(None if grads is None else grads[i], *arguments))
+                gradients_by_stream.append(backward.run(None if grads is None else grads[i], *backward_arguments))
                 if buffer is not None and grads is None:
                     buffer.added(backward.work, None)
             gradients = [*gradients_by_stream[0]]
             if stream_count > 1 or buffer is not None:
-                hidden, weights, biases = zip(*gradients_by_stream, strict=True)
-                weight = next((x for x in weights if x is not None), None)
-                weight = weight if buffer is None else buffer.finished(backwards, upstream, grads is None)
-                gradients = [*hidden, weight, summed(biases)]
+                hidden_grads, weight_grads, bias_grads = zip(*gradients_by_stream, strict=True)
+                weight_grad = next((x for x in weight_grads if x is not None), None)
+                weight_grad = weight_grad if buffer is None else buffer.finished(backwards, upstream, grads is None)
+                gradients = [*hidden_grads, weight_grad, summed(bias_grads)]
         if has_graph:
             # with create_graph: constant gradients would silently drop the derivative of a gradient penalty
             graph_inputs = [x for x in (*operands, *upstream_tensors) if x is not None and x.requires_grad]
@@ -221,15 +221,15 @@ class CallFunction(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(FORWARD_MODE)
+        raise RuntimeError(FORWARD_MODE_ERROR)
 
 
 def refuse_batched(upstream: Tensor) -> None:
     """Raises RuntimeError for a batch of upstream gradients (``is_grads_batched``). If this torch cannot tell, an
     operation without a batching rule raises."""
-    keys = private("_C._dispatch_keys")
-    if keys is not None and "Batched" in str(keys[0](upstream)):  # the key itself has no name in Python
-        raise RuntimeError(BATCHED)
+    key_getters = private("_C._dispatch_keys")
+    if key_getters is not None and "Batched" in str(key_getters[0](upstream)):  # the key has no name in Python
+        raise RuntimeError(BATCHED_ERROR)
 
 
 @dataclass(eq=False)

@@ -34,7 +34,7 @@ TENSOR_TYPES = frozenset(
 PLAIN_TYPES = frozenset((type(None), bool, int, float, str, torch.dtype, VocabParallel, TokenParallel))
 # names of the fields with a row for each token
 PER_TOKEN = frozenset([TEMPERATURE, *[name for name, field in FIELDS.items() if field.kind in ("token", "row")]])
-TRANSFORMS = (
+TRANSFORMS_ERROR = (
     "torch.func transforms (grad, vmap, jvp, ...) do not go with chunked_head, whose kernels they cannot see through; "
     "use loss.backward() or torch.autograd.grad, or full logits inside of the transform"
 )
@@ -54,8 +54,8 @@ class Spec:
     field_kinds: Mapping[str, Field]  # kind and type of every field, by name
     request: Request
     coupled: bool  # a token's loss reads other tokens' statistics
-    can_end_with_segments: bool  # it reads those of its own segment or pair only, so chunks may end where segments end
-    num_row_factors: int  # that of ``Sizes`` for a call in which hidden states alone take a gradient
+    can_end_with_segments: bool  # chunks may end with segments: losses read no statistics beyond a segment or pair
+    num_row_factors: int  # ``Sizes.num_row_factors`` of calls whose hidden states alone take a gradient
     columns: int  # K of ``teacher_ids`` [tokens, K]; 0 without them
     teacher_vocab: int | None  # number of ids of a dense teacher; None without a dense teacher
     numbers: tuple[Any, ...] = ()  # floats of the head, losses and metrics; ``structure`` is made for them
@@ -99,9 +99,9 @@ def spec_of(call: Call[Any]) -> Spec:
 def refuse_transforms() -> None:
     """Raises RuntimeError inside of a transform of torch.func. If this torch cannot tell, the transform itself
     refuses ``CallFunction``."""
-    active = private("_C._are_functorch_transforms_active")
-    if active is not None and active[0]():
-        raise RuntimeError(TRANSFORMS)
+    flag_getters = private("_C._are_functorch_transforms_active")
+    if flag_getters is not None and flag_getters[0]():
+        raise RuntimeError(TRANSFORMS_ERROR)
 
 
 def check_every_call(call: Call[Any], spec: Spec) -> None:
@@ -126,24 +126,24 @@ def check_every_call(call: Call[Any], spec: Spec) -> None:
 def name_tensors(call: Call[Any]) -> None:
     """Moves the losses' tensors of token weights, and a tensor of temperatures, into the call's batch, under names that
     no field of a user has."""
-    batch, terms = dict(call.batch or {}), []
+    batch, loss_terms = dict(call.batch or {}), []
     for coefficient, summand in call.losses.terms:
         if isinstance(summand.token_weights, Tensor):
             name = f"token_weights of {summand.label}"
             batch[name], summand = summand.token_weights, replace(summand, token_weights=name)
-        terms.append((coefficient, summand))
+        loss_terms.append((coefficient, summand))
     if call.temperatures is not None:
         if "temperature" in batch:
             raise ValueError("temperature is an argument of the call and no field of batch; pass temperature=")
         batch[TEMPERATURE] = call.temperatures
-    call.losses, call.batch = Losses(tuple(terms)), batch
+    call.losses, call.batch = Losses(tuple(loss_terms)), batch
 
 
 def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     """The Spec's key, and the numbers of head, losses and metrics, which the key leaves out. The key is None where no
     other call can use the Spec: for options or tensors of unusual types, and on the meta device."""
     batch: Any = {} if call.batch is None else call.batch
-    num_segments, terms, device, leading = call.num_segments, call.losses.terms, call.device.type, call.leading
+    num_segments, loss_terms, device, leading = call.num_segments, call.losses.terms, call.device.type, call.leading
     static_values, head_numbers = STATIC_VALUES(call), (call.softcap, call.logit_scale, call.plain_temperature)
     option_types = tuple(map(type, (*static_values, *head_numbers)))
     operands = [x for x in (call.rows, call.target, call.weight, call.bias) if x is not None]
@@ -154,7 +154,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         or not TENSOR_TYPES.issuperset(map(type, (*operands, *batch.values())))
     ):
         return None, ()
-    summands, metrics = [summand for _, summand in terms], call.metrics
+    summands, metrics = [summand for _, summand in loss_terms], call.metrics
     measures = [*summands, *metrics]
     option_key = (
         call.function,
@@ -187,7 +187,7 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     temperatures += [call.plain_temperature if m.temperature is None else m.temperature for m in measures]
     vocabulary_sums = [vocab_sum for measure in measures for vocab_sum in measure.sums.values()]
     function_key = (
-        tuple([(s.signature, factor.device if isinstance(factor, Tensor) else None) for factor, s in terms]),
+        tuple([(s.signature, factor.device if isinstance(factor, Tensor) else None) for factor, s in loss_terms]),
         tuple([metric.signature for metric in metrics]),
         tuple([next(i for i, x in enumerate(loss_tensors) if x is tensor) for tensor in loss_tensors]),
         tuple(map(temperatures.index, temperatures)),
@@ -388,10 +388,10 @@ def check_sets(call: Call[Any], demand: Demand, field_names: Sequence[str]) -> N
         missing_text = "kept_everywhere=True goes with the sets that tokens keep, kept_ids, which are missing"
         checks.refuse({missing_text: call.kept_everywhere})
         return
-    features = [s.feature_over_vocabulary for s in (*demand.statistics[0], *demand.lists)]
+    feature_texts = [s.feature_over_vocabulary for s in (*demand.statistics[0], *demand.lists)]
     of_all_text = "batch['kept_ids'] does not go with {}, which is of the whole vocabulary; make two calls"
     checks.refuse({
-        **{of_all_text.format(text): text for text in features},
+        **{of_all_text.format(text): text for text in feature_texts},
         of_all_text.format("a dense teacher"): demand.pairing is not None,
         of_all_text.format("a sum over the vocabulary"): demand.sums,
         "candidate_bias does not go with softcap, whose slope is that of logits without it; leave one out":

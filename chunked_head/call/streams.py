@@ -89,10 +89,10 @@ class Streams(Generic[Result]):
             averaged_ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
                 values_and_terms = zip(loss_values, losses.terms, strict=True)
-                first_term, *other_terms = [
+                first_loss, *other_losses = [
                     loss_value * (coefficient * averaged_ranks) for loss_value, (coefficient, _) in values_and_terms
                 ]
-                stream_value = sum(other_terms, first_term)
+                stream_value = sum(other_losses, first_loss)
             outcomes.append(Outcome((stream_value,), work.plan, tokens, work.objective, *results))
         return self.result(total, outcomes)
 

@@ -174,8 +174,8 @@ class HeadWork(LocalWork):
         objective, plan, backend, tokens = self.objective, self.plan, self.backend, len(self.objective.targets)
         is_recompute = stats_and_coefficients is not None
         most_rows = plan.block_tokens if is_recompute else plan.chunk_tokens  # rows of a chunk
-        order, counted = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
-        scale, coefficients, sets = objective.scale, None, None
+        order, device_count = (None, None) if self.packing is None else (self.packing.order, self.packing.count)
+        scale, coefficients, set_store = objective.scale, None, None
         if stats_and_coefficients is None:
             stats = RowStats.empty(tokens, plan.sizes.layout, objective.dtype, hidden.device)
         else:
@@ -186,17 +186,17 @@ class HeadWork(LocalWork):
             return stats, self.new_gradients(hidden_dtype, hidden.device) if has_grads else None
         if self.column_sets is not None:
             targets, packed_hidden = self.local_targets, hidden if self.packing is None else self.packing.pack(hidden)
-            sets = SetStore(backend, head, self.column_sets, packed_hidden, targets, scale, objective.demand)
+            set_store = SetStore(backend, head, self.column_sets, packed_hidden, targets, scale, objective.demand)
             if not self.has_vocabulary_rows:
                 grads = self.new_gradients(hidden_dtype, hidden.device) if has_grads else None
-                every_row = Rows(packed_hidden, targets, slice(0, tokens), self.local_columns, scale)
-                run_chunks(self, sets, lambda chunk: every_row, [(every_row.tokens,)], stats, coefficients, grads)
+                all_rows = Rows(packed_hidden, targets, slice(0, tokens), self.local_columns, scale)
+                run_chunks(self, set_store, lambda chunk: all_rows, [(all_rows.tokens,)], stats, coefficients, grads)
                 return stats, grads
         targets, columns = self.softmax_targets, self.local_columns
         grads = self.new_gradients(hidden_dtype, hidden.device) if has_grads else None
         clean_hidden = empty(most_rows, hidden.shape[1], dtype=plan.sizes.dtype, device=hidden.device)
         teacher = None if objective.teacher is None else objective.teacher.cast_head()  # once for the pass
-        gathered = None if self.shard is None else self.shard.gathered(hidden, most_rows)
+        gathered_rows = None if self.shard is None else self.shard.gathered(hidden, most_rows)
         if teacher is not None and teacher.hidden is not None and teacher.weight is not None:
             clean_teacher_hidden = teacher.weight.new_empty(most_rows, teacher.hidden.shape[1])
 
@@ -218,8 +218,8 @@ class HeadWork(LocalWork):
                 chunk_teacher = replace(chunk_teacher, hidden=clean_teacher)
             elif chunk_teacher is not None and is_part:
                 chunk_teacher = chunk_teacher.rows(chunk)
-            if gathered is not None:
-                source, chunk_order = gathered.chunk(chunk)  # rows rank after rank; copied in the call's order
+            if gathered_rows is not None:
+                source, chunk_order = gathered_rows.chunk(chunk)  # rows rank after rank; copied in the call's order
             return Rows(
                 clean_hidden if row_count == most_rows else clean_hidden[:row_count],
                 chunk_targets,
@@ -227,7 +227,7 @@ class HeadWork(LocalWork):
                 columns[chunk] if is_part and columns is not None else columns,
                 scale[chunk] if is_part and scale is not None else scale,
                 chunk_teacher,
-                counted,
+                device_count,
                 source,
                 chunk_order,
             )
@@ -239,7 +239,7 @@ class HeadWork(LocalWork):
         spans: Any = self.spans
         if is_recompute or spans is None:
             spans = [(slice(start, min(start + most_rows, tokens)),) for start in range(0, tokens, most_rows)]
-        store = store if sets is None else WithSets(store, sets)
+        store = store if set_store is None else WithSets(store, set_store)
         run_chunks(self, store, rows_of, spans, stats, coefficients, grads)
         return stats, grads
 

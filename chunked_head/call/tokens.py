@@ -59,9 +59,9 @@ class Packing:
     def places(self, rows: Tensor) -> Tensor:
         """For each element of ``rows``, an index of the call's rows: its position in ``order``; -1 if ``order`` lacks
         it, or if the element is -1."""
-        place = torch.full((self.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
-        place[self.order] = torch.arange(len(self.order), device=rows.device)
-        return place[rows]  # -1 reads the last element, which is -1
+        positions = torch.full((self.tokens + 1,), -1, dtype=torch.int64, device=rows.device)
+        positions[self.order] = torch.arange(len(self.order), device=rows.device)
+        return positions[rows]  # -1 reads the last element, which is -1
 
     def unpack(self, values: Tensor) -> Tensor:
         """Puts ``values`` [packed, ...] into the caller's order: returns [tokens, ...], 0 elsewhere; differentiable."""
@@ -77,7 +77,7 @@ class RangeChecks:
     numbers that all results are multiplied by into nan.
     """
 
-    is_wrong: list[Tensor] = field(default_factory=list)  # [] bool each
+    is_wrong: list[Tensor] = field(default_factory=list)  # [] bool: a flag for each check
 
     def in_range(self, name: str, ids: Tensor, id_count: int, missing_id: int | None) -> Tensor:
         """Returns ``ids`` with -1 for wrong ids. An id is wrong outside of [0, id_count), unless it is ``missing_id``,
@@ -121,13 +121,11 @@ class Tokens:
     spec: Spec
     structure: Structure
     targets: Tensor  # [tokens] int64, -1 where a token does not count
-    # numbers [] in the statistics' dtype
-    counted: Tensor  # of tokens that count; with ``rank_sums``, on all ranks together
-    one_or_nan: Tensor  # 1; nan if an id or a temperature is out of range (on the CPU that raises)
-    inverse: Tensor  # one_or_nan / counted, or one_or_nan where no token counts
-    # by name; those of ``token_fields`` have a row for each token, 0 (ids -1) where it does not count
-    fields: dict[str, Tensor] = field(default_factory=dict)
-    token_fields: frozenset[str] = frozenset()
+    counted: Tensor  # [] number of tokens that count, as a float; with ``rank_sums``, of all ranks together
+    one_or_nan: Tensor  # [] 1; nan if an id or a temperature is out of range (on the CPU that raises)
+    inverse: Tensor  # [] one_or_nan / counted, or one_or_nan where no token counts
+    fields: dict[str, Tensor] = field(default_factory=dict)  # by name
+    token_fields: frozenset[str] = frozenset()  # names of ``fields`` with a row for each token: 0 (ids -1) if ignored
     teacher: TeacherHead | None = None
     scale: Tensor | None = None  # [tokens] factor of a token's logits, 1 / temperature
     column_sets: ColumnSets | None = (
@@ -163,8 +161,9 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
     if fields:
         pairing, field_kinds = structure.pairing, spec.field_kinds
         if structure.teacher is not None and pairing is not None:
-            columns = pairing.columns if call.shard is None else call.local_width
-            tokens.teacher = make_teacher(fields, structure.teacher, columns, spec.dtype if spec.autocast else None)
+            column_count = pairing.columns if call.shard is None else call.local_width
+            autocast_dtype = spec.dtype if spec.autocast else None
+            tokens.teacher = make_teacher(fields, structure.teacher, column_count, autocast_dtype)
             fields = {name: value for name, value in fields.items() if name not in TEACHER_FIELDS[:3]}
         # ``teacher_entries`` has a row for each token, but no kind: ``read_tokens`` adds it
         token_field_names = [
@@ -190,11 +189,11 @@ def structure_of_call(call: Call[Any], spec: Spec) -> Structure:
     structure, _ = structure_at(call, spec.field_names, spec.columns, spec.teacher_vocab)
     if call.target is None:
         return structure
-    readers: dict[str, Any] = {
+    measures_by_field: dict[str, Any] = {
         name: tuple([(replace(measure, reads_target=True), view) for measure, view in getattr(structure, name)])
         for name in ("summands", "metrics", "segment_metrics")
     }
-    return replace(structure, **readers)
+    return replace(structure, **measures_by_field)
 
 
 def read_tokens(
@@ -362,16 +361,15 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
     if "candidate_bias" in batch:
         flat_bias = batch["candidate_bias"].reshape(-1).to(tokens.spec.statistics_dtype)
         set_bias = (flat_bias / tokens.structure.temperature).contiguous()
-    begins, ends = targets.new_empty(2, len(targets)).unbind()
-    rows = targets.new_empty(len(ids) + len(targets))
-    columns = torch.empty_like(rows, dtype=torch.int32)
-    column_sets = ColumnSets(
-        begins, ends, rows, columns, everywhere, None if set_bias is None else set_bias.new_zeros(len(rows))
-    )
-    line_length, set_offsets = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
-    outputs = begins, ends, rows, columns, column_sets.bias, tokens.one_or_nan, tokens.inverse
+    set_begins, set_ends = targets.new_empty(2, len(targets)).unbind()
+    set_rows = targets.new_empty(len(ids) + len(targets))
+    set_columns = torch.empty_like(set_rows, dtype=torch.int32)
+    bias = None if set_bias is None else set_bias.new_zeros(len(set_rows))
+    column_sets = ColumnSets(set_begins, set_ends, set_rows, set_columns, everywhere, bias)
+    sequence_length, set_offsets = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
+    outputs = set_begins, set_ends, set_rows, set_columns, column_sets.bias, tokens.one_or_nan, tokens.inverse
     tokens.spec.backend.kept_sets(
-        *outputs, targets, ids, set_offsets, set_bias, line_length, tokens.call.shift, vocab, everywhere
+        *outputs, targets, ids, set_offsets, set_bias, sequence_length, tokens.call.shift, vocab, everywhere
     )
     if not reading_is_free(targets):
         return column_sets
@@ -400,8 +398,8 @@ def packed(tokens: Tokens, packing: Packing) -> Tokens:
             )
         teacher = teacher.rows(packing.order)
     if column_sets is not None:
-        begins, ends = packing.pack(column_sets.begins), packing.pack(column_sets.ends)
-        column_sets = replace(column_sets, begins=begins, ends=ends, rows=packing.places(column_sets.rows))
+        set_begins, set_ends = packing.pack(column_sets.begins), packing.pack(column_sets.ends)
+        column_sets = replace(column_sets, begins=set_begins, ends=set_ends, rows=packing.places(column_sets.rows))
     return replace(
         tokens,
         targets=packing.pack(tokens.targets),

@@ -66,8 +66,8 @@ def outside_of_graphs(function: Callable[..., list[Tensor]]) -> Callable[..., li
         dispatch_objects = private(*DISPATCH)
         if dispatch_objects is None:
             return in_own_thread(functools.partial(function, *args))
-        key_enum, key_set_class, included_keys, key_guard = dispatch_objects
-        with key_guard(included_keys(), autocast_keys(key_enum, key_set_class)):
+        key_enum, key_set_class, read_included_keys, key_guard = dispatch_objects
+        with key_guard(read_included_keys(), autocast_keys(key_enum, key_set_class)):
             return function(*args)
 
     return with_dispatch
@@ -223,8 +223,8 @@ def forward_outputs(operands: list[Tensor], tensors: list[Tensor], key: str, nee
     token_count = math.prod(first_operand.shape[:-1])
     packed_count = len(call.losses.terms)
     packed_count += sum(metric.components + 1 if metric.reduce == "mean" else 1 for metric in call.metrics)
-    top_k = token_count, call.top_k or 0
-    shapes = {"loss": (), "packed": (packed_count,), "top_k_ids": top_k, "top_k_logprobs": top_k}
+    top_k_shape = token_count, call.top_k or 0
+    shapes = {"loss": (), "packed": (packed_count,), "top_k_ids": top_k_shape, "top_k_logprobs": top_k_shape}
     values = [
         first_operand.new_empty(shapes.get(name, (token_count,)), dtype=torch.int64 if name in INTEGERS else dtype)
         for name in call.outputs or SCALAR

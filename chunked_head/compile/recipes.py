@@ -44,7 +44,7 @@ def call_of_recipe(key: str, operands: list[Tensor], tensors: list[Tensor]) -> t
             f"the graph asks for a call {key!r} that this process has not traced; a graph goes with the process that "
             "compiled it: compile the function here"
         )
-    function, described_arguments, autocast = RECIPES[key]
+    function, described_arguments, autocast_dtype = RECIPES[key]
     arguments = {name: restored(value, tensors) for name, value in described_arguments}
     if len(operands) > 2:
         arguments["bias"] = operands[2]
@@ -56,7 +56,7 @@ def call_of_recipe(key: str, operands: list[Tensor], tensors: list[Tensor]) -> t
     skip_ignored = arguments.get("skip_ignored")
     if skip_ignored == "wait":
         raise ValueError('skip_ignored="wait" does not go with torch.compile: a graph waits for nothing; use True')
-    with torch.autocast(operands[0].device.type, dtype=autocast, enabled=autocast is not None):
+    with torch.autocast(operands[0].device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
         call = TASKS[function](*operands[:2], **arguments)
         spec = spec_of(call)
     if skip_ignored and not spec.backend.stops_at_device_count:
@@ -110,15 +110,15 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
     return content
 
 
-def registered(function: str, arguments: tuple, autocast: torch.dtype | None) -> str:
+def registered(function: str, arguments: tuple, autocast_dtype: torch.dtype | None) -> str:
     """Stores a recipe and returns its key. The key is equal in all processes, since compiled graphs are kept on disk.
     Returns "" if ``arguments`` contain a user's function, since no graph holds such a call."""
     if has_users_function(arguments):
         return ""
     note_functions(arguments)
-    digest = hashlib.sha256(text_of((FORMAT_VERSION, arguments, autocast)).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(text_of((FORMAT_VERSION, arguments, autocast_dtype)).encode()).hexdigest()[:24]
     key = f"{function}-{digest}"
-    RECIPES.setdefault(key, (function, arguments, autocast))
+    RECIPES.setdefault(key, (function, arguments, autocast_dtype))
     return key
 
 

@@ -59,14 +59,12 @@ class GroupHistory:
 
     def __init__(self, device: torch.device):
         self.recent_kinds = deque[int](maxlen=HISTORY_LENGTH)  # hashes of the kinds of the last calls
-        self.next_kinds: Cache[tuple[int, ...], int] = Cache(
-            4096
-        )  # by kinds of consecutive calls, the kind that followed
+        self.next_kinds: Cache[tuple[int, ...], int] = Cache(4096)  # by kinds of consecutive calls: the next kind
         self.messages_by_kind: Cache[int, list[Message]] = Cache(4096)  # messages of a forward pass
         self.recorded_messages: list[Message] | None = None  # of the present call if its kind is new, else None
         self.agreements: Cache[str, Agreement] = Cache(64)  # by the call's text
         self.captured_agreements: list[Agreement] = []  # agreements that captured CUDA graphs send, kept alive
-        self.zero_or_nan = torch.zeros((), dtype=torch.float32, device=device)
+        self.zero_or_nan = torch.zeros((), dtype=torch.float32, device=device)  # nan once ranks made different calls
         self.host_zero_or_nan = torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
         # the last comparison, until the host has read it: the event after ``host_zero_or_nan`` is written, agreements
         # [ranks, ...], name of the layout

@@ -90,7 +90,7 @@ class VocabParallel(GroupLayout):
     """
 
     group: Any = None
-    rows: Sequence[int] | None = None
+    rows: Sequence[int] | None = None  # number of rows on each rank
     sequence_sharded: bool = False
     reduce_dhidden: bool = True
     tokens: TokenParallel | None = None
@@ -106,7 +106,7 @@ class VocabParallel(GroupLayout):
         if self.rows is None:
             return
         rows = tuple(self.rows) if isinstance(self.rows, Sequence) else ()
-        if len(rows) != self.ranks or not all(type(size) is int and size > 0 for size in rows):
+        if len(rows) != self.ranks or not all(type(row_count) is int and row_count > 0 for row_count in rows):
             raise ValueError(
                 f"rows of VocabParallel must be {self.ranks} positive ints, one for each rank, got {self.rows!r}"
             )
