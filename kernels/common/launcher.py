@@ -118,8 +118,8 @@ class DescriptorFields:
 
 
 class Compiled:
-    """A compiled kernel. ``run(x, y, z, stream, *prefix, *arguments)`` launches it; if not ``is_unpacked``, ``run(x, y,
-    z, stream, *prefix, arguments)``."""
+    """A compiled kernel. ``run(x, y, z, stream, *prefix, *arguments)`` launches the kernel with grid x, y, z. If not
+    ``is_unpacked``, ``run`` takes the arguments as one tuple."""
 
     def __init__(self, kernel: Any, num_arguments: int, descriptor_indices: Sequence[int]):
         """``kernel``: Triton's compiled kernel. ``descriptor_indices``: indices of arguments that may be

@@ -65,7 +65,7 @@ class Strips(NamedTuple):
 
     @property
     def kinds(self) -> tuple[tuple[Statistic, ...], ...]:
-        """The statistics of each softmax."""
+        """For each softmax its statistics, without tensors."""
         return tuple([tuple([statistic for statistic, _ in group]) for group in self.statistics])
 
     @property
@@ -80,7 +80,7 @@ class Strips(NamedTuple):
         return first.as_strided((tensor_count * first.shape[0] * first.stride(0),), (1,))
 
     def of_rows(self, rows: int) -> "Strips":
-        """The strips of the first ``rows`` rows, sharing memory."""
+        """Views of the first ``rows`` rows of all tensors."""
         if rows == self.offset.shape[1]:
             return self
 

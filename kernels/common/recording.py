@@ -157,8 +157,8 @@ class Recorder:
         return "views", len(self.views) - 1, 0
 
     def descriptor(self, descriptor: Any, fields_of: Callable[[Any], tuple] | None) -> list[Argument]:
-        """Adds a descriptor, and returns an argument for each of its fields. ``fields_of`` as in
-        ``EncodedDescriptor``."""
+        """Adds a descriptor, and returns an argument for each field of ``fields_of(descriptor)``; one argument, the
+        descriptor itself, if ``fields_of`` is None."""
         num_fields = 1 if fields_of is None else len(descriptor.fields.get(fields_of) or fields_of(descriptor))
         place = self.place_at(descriptor.base.data_ptr(), descriptor.base.dtype, descriptor.shape, descriptor.strides)
         self.descriptors.append(EncodedDescriptor(place, descriptor.block_shape, fields_of, num_fields))
@@ -242,7 +242,7 @@ class Recording:
     """
 
     def __init__(self, recorder: Recorder, results: Sequence[int], num_sharing: int):
-        """``results``: slots of the results. ``num_sharing`` as in ``Recorder.end``."""
+        """``results``: slots of the results, of which the first ``num_sharing`` may be views of one tensor."""
         # results have separate memory; all other tensors are in one block of bytes, freed at the end of the replay
         tensors, separate_slots = recorder.tensors, dict.fromkeys(s for s in results if s >= recorder.num_inputs)
         # results that may share memory and are vectors of one length become aligned rows of one matrix

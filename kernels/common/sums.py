@@ -214,8 +214,8 @@ def logarithms(kinds: Sequence[SumKind], is_floored: bool) -> list[str]:
 
 
 def term_calls(kinds: Sequence[SumKind], is_floored: bool) -> Iterable[str]:
-    """Yields for each sum the source of the call that returns a column's term and slope. ``is_floored`` as in
-    ``logarithms``."""
+    """Yields for each sum the source of the call that returns a column's term and slope. ``is_floored``: the call gets
+    logarithms of at least LOG_FLOOR."""
     first_scalar = 0
     for function, view, *_ in kinds:
         p = f"p{view}"

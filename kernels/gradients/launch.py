@@ -154,7 +154,7 @@ def level_rows(
     occurrences: torch.Tensor | None = None,  # [rows] int32: number of the call's tokens with the row's target
     clears_targets: bool = False,  # exponentials at targets become 0 in all rows
 ) -> None:
-    """Brings each row's exponentials to the row's level, and writes the rows' factors (``row_grad.py``)."""
+    """Rescales ``exp`` so that all exponentials of a row are relative to ``level``, and writes ``factors``."""
     rows, vocab = exp.shape
     block_rows, splits = 16, 8
     hidden_size = 0 if hidden is None else hidden.shape[1]

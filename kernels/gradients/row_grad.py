@@ -257,8 +257,8 @@ def level_rows_kernel(
     SPLITS: tl.constexpr,  # number of programs that share a block of rows
     BLOCK: tl.constexpr,  # elements of hidden states at a time
 ):
-    """Writes the factors of rows, and brings all strips of a row to the row's level. Nearly all strips already are at
-    this level."""
+    """Writes the factors of rows. Rescales strips of exponentials whose offset is not the row's level; nearly all have
+    this offset already."""
     offs_row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = offs_row < counted_rows(count_ptr, first_row, rows)
     level = tl.load(level_ptr + offs_row, mask=in_rows, other=0.0)

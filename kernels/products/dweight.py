@@ -63,7 +63,7 @@ def dweight_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Writes ``dweight (+)= grad.T @ hidden``."""
+    """Writes ``dweight = grad.T @ hidden``, or adds the product to dweight (ADD)."""
     num_counted = counted_rows(count_ptr, first_row, rows)
     tiles_m = tl.cdiv(vocab, BLOCK_M)
     tiles_n = tl.cdiv(hidden, BLOCK_N)

@@ -102,7 +102,7 @@ def dweight(
     grad_sums_and_hidden_mean: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None),
     promoted: int | None = None,  # number of rows that tensor cores sum before the sum is added in fp32; None: all
 ) -> None:
-    """Writes ``out (+)= grad.T @ hidden``."""
+    """Writes ``out = grad.T @ hidden``, or adds the product to ``out`` if not ``is_first``."""
     scale, (vocab, hidden_size) = None, out.shape
     tile = tile.for_operand(hidden)
     grad_block, hidden_block = (tile.block_k, tile.block_m), (tile.block_k, tile.block_n)

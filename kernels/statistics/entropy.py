@@ -33,7 +33,7 @@ def entropy_add_exponentials(state, strip_ptrs, offs, mask, run_max, run_sum, of
 
 @triton.jit
 def entropy_exchange_target(state, removed_exp, removed_z, added_exp, added_z):
-    """Replaces the target's term of the moment, which the tile's logit made, by a term of the exact logit. A term is
+    """Replaces the moment's term of the target, made from the tile's logit, by a term of the exact logit. A term is
     ``exp * z``: ``z`` is the logit less the offset, ``exp`` its exponential."""
     moment = state[0] - tl.where(removed_exp > 0.0, removed_exp * removed_z, 0.0)
     return (moment + tl.where(added_exp > 0.0, added_exp * added_z, 0.0),)

@@ -202,7 +202,7 @@ def merge_strips(
     ratio: float | None = None,  # the softmax's inverse temperature relative to the logits'
     view: int = 0,  # index of the softmax
 ) -> None:
-    """Merges the statistics of all strips into ``out``, for one softmax."""
+    """Merges all strips' statistics of the softmax with index ``view`` into ``out``."""
     strip_count, rows = strips.offset.shape
     strip_vectors = [vector for _, vectors in strips.statistics[view] for vector in vectors]
     kernel_of(kernels.merge_strips, "merge_strips_kernel", out.kinds, code_of_strips)[(cdiv(rows, 8),)](
