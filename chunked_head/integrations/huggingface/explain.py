@@ -1,4 +1,4 @@
-"""``explain_model`` reports what ``patch_model`` would do to a model. It runs a copy on the meta device."""
+"""``explain_model`` reports what ``patch_model`` would do to a model. A copy of the model runs on the meta device."""
 
 import contextlib
 import copy
@@ -32,7 +32,7 @@ REHEARSAL_TOKENS = 16  # number of tokens of the forward that shows where the lo
 
 @dataclass(frozen=True)
 class Explanation:
-    """Report of what ``patch_model`` would do; ``print`` shows it. Fields that do not apply are None, empty or 0."""
+    """Report of what ``patch_model`` would do, shown by ``print``. Fields that do not apply are None, empty or 0."""
 
     model: str  # name of the model's class
     patched: bool = False  # ``patch_model`` would patch the model
@@ -142,8 +142,8 @@ def explain_model(
 
 
 def unsplit_reason(head: Any, copied_head: Any) -> str:
-    """The reason why a head's own forward cannot compute some rows at a time; "" if it can. "" also if the weight alone
-    makes the logits, and for a head on the meta device, which cannot run. ``copied_head``: the patched copy of
+    """The reason why a head's own forward cannot compute logits in chunks of rows. "" if the forward can, if the weight
+    alone makes the logits, or if the head is on the meta device and cannot run. ``copied_head``: the patched copy of
     ``head``."""
     float_tensors = [tensor for tensor in (*head.parameters(), *head.buffers()) if tensor.is_floating_point()]
     if copied_head.reads_weight or not float_tensors or any(tensor.is_meta for tensor in float_tensors):
@@ -159,8 +159,8 @@ def with_losses(
     vocab: int,
     device: torch.device | str | None,
 ) -> Explanation:
-    """Returns the explanation with the places of all losses, the first loss's tail, plan and memory, and the memory of
-    the unpatched model's logits. ``vocab``: number of rows of the head's weight."""
+    """Returns the explanation with more fields: the places of all losses; tail, plan and memory of the first loss; the
+    memory of the unpatched model's logits. ``vocab``: number of rows of the head's weight."""
     first_loss, tokens = rehearsed_losses[0], explanation.tokens
     tail, hidden = first_loss.tail, first_loss.hidden
     num_columns = vocab if tail.vocab is None else tail.vocab
@@ -190,8 +190,8 @@ def with_losses(
 def rehearse(
     model: Any, patch: ModelPatch, inputs: Mapping[str, Any] | None, autocast_dtype: torch.dtype | None
 ) -> str:
-    """Runs the forward of a patched copy on the meta device, with labels. The losses are added to ``patch.rehearsed``.
-    Returns the text of the forward's error, "" without an error.
+    """Runs the forward of ``model``, a patched copy on the meta device, with labels. Sets ``patch.rehearsed`` to the
+    losses. Returns the text of the first error that a run raises; "" if a run raises none.
 
     Masks among ``inputs`` are left out. A forward that raises runs again with masks of ones, then without the model's
     layers.
@@ -208,8 +208,8 @@ def rehearse(
     arguments = {key: value for key, value in arguments.items() if key not in MASK_NAMES}
     # without a mask, transformers reads numbers to make a causal one, or warns that one is missing
     label_shapes = (value.shape for key, value in arguments.items() if key in LABEL_NAMES)
-    batch_size, length = next(label_shapes, (1, REHEARSAL_TOKENS))[:2]
-    mask_shapes = (batch_size, 1, length, length), (batch_size, length, length), (batch_size, length)
+    batch_size, num_ids = next(label_shapes, (1, REHEARSAL_TOKENS))[:2]
+    mask_shapes = (batch_size, 1, num_ids, num_ids), (batch_size, num_ids, num_ids), (batch_size, num_ids)
     mask_names = [key for key in MASK_NAMES if key in forward_parameters]
     masks_of_shapes = [{key: torch.ones(shape, device="meta") for key in mask_names} for shape in mask_shapes]
     error_texts = []
@@ -232,8 +232,8 @@ def rehearse(
 
 @contextlib.contextmanager
 def meta_context(autocast_dtype: torch.dtype | None) -> Iterator[None]:
-    """A context for a forward on the meta device, with autocast to ``autocast_dtype`` unless that is None. A model's
-    ``torch.autocast("meta")``, which PyTorch does not know, has no effect inside of the context."""
+    """A context for a forward on the meta device, under autocast to ``autocast_dtype`` (None: without autocast). A
+    model's ``torch.autocast("meta")``, which PyTorch does not know, has no effect inside of the context."""
     torch_autocast: Any = torch.autocast
 
     def autocast_except_meta(device_type: str, *args: Any, **kwargs: Any) -> Any:

@@ -24,11 +24,11 @@ from .virtual import RehearsedLoss, Tail, VirtualLogits, replay, tail_of
 CHUNK_BYTES = 256 << 20  # of a chunk's logits and their copies, where a head's own forward computes the logits
 NUM_CHUNK_TENSORS = 4  # fp32 tensors that a chunk takes: its logits, their cast, log-probabilities, gradient
 LOG_SOFTMAX = "log_softmax"  # name of a step of ``VirtualLogits``
-IGNORE_NO_ID = -(1 << 62)  # every id counts: an id out of range is an error, as gather has it
+IGNORE_NO_ID = -(1 << 62)  # ignore_index with which every id counts: an id out of range is an error, as in gather
 
 
 def chunk_rows_of(vocab: int) -> int:
-    """The number of rows of a chunk, where a head's own forward computes the chunk's logits [rows, vocab]."""
+    """The number of rows in a chunk of logits [rows, vocab] that a head's own forward computes."""
     return max(1, CHUNK_BYTES // (vocab * torch.float32.itemsize * NUM_CHUNK_TENSORS))
 
 
@@ -47,7 +47,8 @@ class LazyLoss:
     metrics: Sequence[Metric]
 
     def loss_from_weight(self, module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Computes the loss from the head's weight, as a function that ``LazyHead.run_inside`` runs."""
+        """Computes the loss from the weight of ``module``; by ``loss_by_chunks`` if the weight is a DTensor.
+        ``LazyHead.run_inside`` calls this method inside of the head's call."""
         if is_dtensor(module._parameters.get("weight")):  # inside of the head's hooks too
             return self.loss_by_chunks(hidden, head_forward)
         options = library_options(self.head_call, self.tail, module)
@@ -59,7 +60,7 @@ class LazyLoss:
         return output.loss
 
     def rehearse_loss(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Adds the loss to the patch's ``rehearsed``, and returns an empty loss on the meta device (``explain.py``).
+        """Adds the loss to the patch's list ``rehearsed``; returns a loss without numbers, for ``explain_model``.
         ``weight``: None if the loss would call the head's own forward for each chunk."""
         head_call = self.head_call
         cast_dtypes = [argument for name, argument in self.steps if name == "cast"]
@@ -74,8 +75,8 @@ class LazyLoss:
         return hidden.new_empty(shape, dtype=fp32_or_wider(hidden.dtype), requires_grad=True)
 
     def loss_by_chunks(self, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Computes the loss in chunks of rows, for heads that are more than a matrix (adapters, quantised weights,
-        shards). ``head_forward`` computes the logits of a chunk, and computes them again in backward."""
+        """Computes the loss in chunks of rows, for a head with adapters, a quantised weight or shards. Backward repeats
+        ``head_forward`` for each chunk. ValueError if the loss has a normalizer or reduction of its own."""
         patch = self.head_call.patch
         if any(summand.normalizer is not None or summand.reduction is not None for _, summand in self.loss.terms):
             head_in_words = f"{patch.report.head_name}, a {type(patch.head).__name__}"
@@ -94,10 +95,10 @@ class LazyLoss:
     def chunk_loss(
         self, head_forward: Callable[[Tensor], Tensor], hidden_rows: Tensor, targets: Tensor, first_versions: list[Any]
     ) -> Tensor:
-        """The sum of the losses of a chunk's rows; the losses [rows] where ``reduction`` is ``"none"``.
+        """The sum of the losses of a chunk's rows; each row's loss [rows] if ``reduction`` is ``"none"``.
 
-        ``first_versions``: an empty list, which the forward pass fills with the operands' versions. Backward calls the
-        function again with the list. RuntimeError if an operand has another version then."""
+        ``first_versions``: an empty list, which the forward pass fills with the operands' versions. Backward calls this
+        method again with the list. RuntimeError if an operand has been written to since the forward pass."""
         is_repeated, patch = bool(first_versions), self.head_call.patch
         if not torch.compiler.is_compiling():  # a graph's tensors are values, which nothing writes to
             operand_versions = [
@@ -132,8 +133,8 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``F.cross_entropy`` of lazy logits for targets that are ids. NotImplemented for other targets, shapes and
-    arguments, for a head that is no longer lazy, and for operations on the logits that no ``Tail`` describes."""
+    """``F.cross_entropy`` of lazy logits [vocab] or [rows, vocab] for targets that are ids. NotImplemented for other
+    shapes, targets and arguments, for a head that is no longer lazy, and if no ``Tail`` describes the logits' steps."""
     tail, head_call = tail_of(logits), logits.head_call
     row_shape = tuple(logits.shape[:-1])
     if size_average is not None or reduce is not None or not isinstance(target, Tensor):
@@ -168,8 +169,8 @@ def cross_entropy(
 
 
 def library_options(head_call: HeadCall, tail: Tail, module: Any) -> dict[str, Any]:
-    """Arguments of this library's functions by name: weight and bias of ``module``, the tail's numbers, the options of
-    ``patch_model``. RuntimeError if the weight is sharded."""
+    """Keyword arguments for this library's functions: weight and bias of ``module`` after the tail's crop, softcap and
+    scale of the tail, the options of ``patch_model``. RuntimeError if the weight is sharded."""
     weight = module.weight  # read once: each access computes a parametrised weight
     if is_dtensor(weight):
         raise RuntimeError("the head's weight is sharded where its logits are read; use logits.materialise()")
@@ -189,8 +190,8 @@ def fp32_or_wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def mean_denominator(lazy_loss: LazyLoss) -> Tensor:
-    """The denominator of a mean over tokens, a scalar on the device: the number of tokens that count, or the sum of the
-    class weights of their targets; 1 where that is 0."""
+    """The denominator of a mean over tokens, a scalar on the device: the number of targets other than ``ignore_index``,
+    or the sum of the class weights of these targets. A denominator of 0 becomes 1."""
     is_counted = lazy_loss.targets != lazy_loss.ignore_index
     if lazy_loss.class_weights is None:
         return is_counted.sum().clamp(min=1)
@@ -199,7 +200,7 @@ def mean_denominator(lazy_loss: LazyLoss) -> Tensor:
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of rows of logits, each [...] with one number per row, and the state in which they were computed."""
+    """Statistics of logits, tensors [...] with one number per row, and the state in which they were computed."""
 
     logprobs: Tensor  # of ``ids``
     lse: Tensor
@@ -232,7 +233,7 @@ def log_softmax(logits: VirtualLogits, dim: Any = None, _stacklevel: int = 3, dt
 
 
 def nll_loss(logprobs: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
-    """``F.nll_loss`` of lazy log-probabilities: the cross-entropy of their logits. ProphetNet calls it."""
+    """Computes ``F.nll_loss`` of lazy log-probabilities, which ProphetNet calls, as the cross-entropy of the logits."""
     if not logprobs.steps or logprobs.steps[-1][0] != LOG_SOFTMAX:
         return NotImplemented
     logits = logprobs.with_fields(steps=logprobs.steps[:-1])
@@ -244,7 +245,7 @@ def statistics_operand(v: VirtualLogits) -> StatisticsOperand | None:
     of log-probabilities, or if the head is no plain matrix."""
     step_names = [name for name, _ in v.steps]
     softmax_index = step_names.index(LOG_SOFTMAX) if LOG_SOFTMAX in step_names else None
-    factor = None
+    factor = None  # of the log-probabilities; None for logits
     if softmax_index is not None:
         factor = 1.0
         for name, argument in v.steps[softmax_index + 1 :]:
@@ -260,8 +261,8 @@ def statistics_operand(v: VirtualLogits) -> StatisticsOperand | None:
 
 
 def logprobs_outputs(operand: StatisticsOperand, ids: Tensor, **result_flags: bool) -> tuple[Tensor, ...]:
-    """Log-probabilities of ids, and other row statistics, each [...]: the results of ``linear_logprobs`` inside of the
-    head's call. ``result_flags``: arguments of ``linear_logprobs`` that ask for results, such as ``lse=True``."""
+    """Results of ``linear_logprobs``, computed inside of the head's call: the log-probabilities of ids, then the row
+    statistics that ``result_flags`` ask for (``lse=True``), each [...]."""
     head_call = operand.logits.head_call
 
     def logprobs_inside(module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -310,8 +311,8 @@ def reduction_method(
     is_of_logprobs: bool = False,
     reduces_rows: bool = False,
 ) -> Any:
-    """A method that reduces lazy logits over the vocabulary to ``row_statistic``. ``is_of_logprobs``: it reduces lazy
-    log-probabilities instead. ``reduces_rows``: without a dimension the method returns the mean over all rows."""
+    """Makes a method of lazy logits that returns ``row_statistic`` of each row. ``is_of_logprobs``: the method reduces
+    lazy log-probabilities, not logits. ``reduces_rows``: without ``dim`` the method returns the mean over all rows."""
 
     def reduced_logits(
         v: VirtualLogits,

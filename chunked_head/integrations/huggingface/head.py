@@ -1,6 +1,6 @@
 """Functions that find the head of a model, and the hooks and forwards that other code has set on a module.
 
-An instance's forward is a function that other code has set as ``module.forward``. It runs instead of the class's.
+An instance's forward is a function that other code has set as ``module.forward``. PyTorch runs it, not the class's.
 """
 
 import inspect
@@ -25,7 +25,7 @@ OLD_FORWARD = "_old_forward"  # attribute in which accelerate's hooks store the 
 
 
 class UnknownHead(Exception):
-    """The reason why a model cannot be patched."""
+    """Error of a model without a head that this library can patch; the text says why."""
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -35,8 +35,8 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def find_head(model: nn.Module) -> nn.Module:
-    """The module that computes a model's logits. UnknownHead if there is no such module. Every forward calls this,
-    since users and PEFT replace heads."""
+    """The module that computes a model's logits. UnknownHead if there is no such module. Every patched forward calls
+    this function, since users and PEFT replace heads."""
     get_head = getattr(model, "get_output_embeddings", None)
     if not callable(get_head):
         raise UnknownHead(f"{type(model).__name__} has no get_output_embeddings()")
@@ -52,9 +52,9 @@ def find_head(model: nn.Module) -> nn.Module:
 
 
 def head_by_size(model: nn.Module) -> nn.Module | None:
-    """The head of a model whose ``get_output_embeddings()`` returns None: the only child that is a matrix with
-    ``vocab_size`` rows (ClvpForCausalLM), else the only head of the models inside (BlipForConditionalGeneration). None
-    without such a head, or with several."""
+    """The head of a model whose ``get_output_embeddings()`` returns None: the only child that is an nn.Linear with
+    ``vocab_size`` rows (ClvpForCausalLM). A model without such a child has the only output embeddings of its submodules
+    as head (BlipForConditionalGeneration). None if there is no head, or more than one."""
     vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
     matrices = [
         module for module in model.children() if isinstance(module, nn.Linear) and module.out_features == vocab_size
@@ -66,8 +66,8 @@ def head_by_size(model: nn.Module) -> nn.Module | None:
 
 
 def checked_head(head: Any, model: nn.Module) -> nn.Module:
-    """The module that computes the logits: the active copy in ``head`` if that is PEFT's ``modules_to_save`` wrapper,
-    else ``head``. UnknownHead if ``head`` is no module that maps hidden states to logits."""
+    """Returns the module that computes the logits: ``head``, or the active copy inside of ``head`` if ``head`` is
+    PEFT's ``modules_to_save`` wrapper. UnknownHead if ``head`` is no module that maps hidden states to logits."""
     saved_modules = getattr(head, "modules_to_save", None)
     if isinstance(saved_modules, nn.ModuleDict):
         adapter_names = [name for name in head.active_adapters if name in saved_modules]
@@ -86,8 +86,8 @@ def checked_head(head: Any, model: nn.Module) -> nn.Module:
 
 
 def embeddings(module: nn.Module, kind: str) -> Any:
-    """The ``"input"`` or ``"output"`` embeddings of a module, by the module's ``get_..._embeddings``; None without
-    such a method."""
+    """What ``module.get_input_embeddings()`` or ``get_output_embeddings()`` returns, for a ``kind`` of ``"input"`` or
+    ``"output"``; None if the module does not have the method."""
     get_embeddings = getattr(module, f"get_{kind}_embeddings", None)
     try:  # contextlib.suppress is more than the compiler of torch 2.9 follows
         return get_embeddings() if callable(get_embeddings) else None
@@ -96,14 +96,14 @@ def embeddings(module: nn.Module, kind: str) -> Any:
 
 
 def name_of(head: nn.Module, model: nn.Module) -> str:
-    """The name of a head in its model, such as ``lm_head``; the name of its class if the model does not have it."""
+    """The head's name in a model, such as ``lm_head``; the name of the head's class if the model lacks the head."""
     return next((name for name, module in model.named_modules() if module is head), type(head).__name__)
 
 
 def unwrapped(head: Any) -> Any:
     """The module inside of a wrapper of ``WRAPPERS``; ``head`` itself without a wrapper."""
-    attributes = [WRAPPERS[base.__name__] for base in type(head).__mro__ if base.__name__ in WRAPPERS]
-    return getattr(head, attributes[0]) if attributes else head
+    wrapper_attributes = [WRAPPERS[base.__name__] for base in type(head).__mro__ if base.__name__ in WRAPPERS]
+    return getattr(head, wrapper_attributes[0]) if wrapper_attributes else head
 
 
 def sizes_of(head: Any) -> tuple[int, int] | None:
@@ -119,8 +119,8 @@ def sizes_of(head: Any) -> tuple[int, int] | None:
 
 
 def reading_hook(head: Any) -> str | None:
-    """A text with kind and name of a hook for which logits cannot be lazy; None without such a hook. Such a hook reads
-    the head's output, the output's gradient, or the input of a module inside of the head."""
+    """Names the first hook for which logits cannot be lazy, as a text with the hook's kind; None without such a hook.
+    These hooks read the head's output, the output's gradient, or the input of a module inside of the head."""
     has_hooks_or_modules = head._modules or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks
     if not has_hooks_or_modules and not global_hooks._global_forward_hooks:
         return None  # the usual head, without a loop
@@ -140,8 +140,8 @@ def reading_hook(head: Any) -> str | None:
 
 
 def input_hook(head: Any) -> tuple[str | None, bool]:
-    """Returns the name of a user's hook on the head's input, None without one, and whether the head has hooks of
-    frameworks. ``(None, False)`` if no hook is on the input."""
+    """Returns the name of the first user's hook on the head's input (None without a user's hook), and True if a
+    framework has set hooks on the head. ``(None, False)`` if no hook is on the input."""
     if not head._forward_pre_hooks and not global_hooks._global_forward_pre_hooks:
         return None, False
     module_hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
@@ -163,7 +163,7 @@ def module_of(hook: Any) -> str:
 
 
 class ClassForward:
-    """A function to set as ``module.forward``. A call runs the forward of the class that the module then has."""
+    """A callable to set as ``module.forward``. A call runs the forward of the module's class at that time."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -177,15 +177,15 @@ class ClassForward:
 
 
 def loosen_forward(module: Any) -> None:
-    """Replaces an instance's forward that is the bound method of its class by a ``ClassForward``, before the module's
-    class changes."""
+    """Replaces an instance's forward by a ``ClassForward`` if the forward is the bound method of the class. Called
+    before the module's class changes."""
     for name in ("forward", OLD_FORWARD):
         if is_of_class(module.__dict__.get(name), module):
             module.__dict__[name] = ClassForward(module)
 
 
 def has_instance_forward(module: Any) -> bool:
-    """True if an instance's forward runs, and is neither the bound method of its class nor a ``ClassForward``."""
+    """True if the innermost forward set on a module is neither the class's bound method nor a ``ClassForward``."""
     instance_forward = module.__dict__.get("forward")
     innermost_forward = module.__dict__.get(OLD_FORWARD, instance_forward)
     return (

@@ -24,8 +24,8 @@ ParameterVersions = tuple[tuple[str, Tensor, int | None], ...]  # a head's param
 
 
 class RunningForward:
-    """A patched model's forward that runs in a thread. A forward in a graph of ``torch.compile`` has its state in
-    attributes of ``ModelPatch`` instead."""
+    """State of a patched model's forward while the forward runs in a thread. In a graph of ``torch.compile`` attributes
+    of ``ModelPatch`` hold the state instead."""
 
     def __init__(self, patch: Any):
         self.patch = patch  # the ModelPatch of the model
@@ -35,13 +35,13 @@ class RunningForward:
         self.logits_in_words = ""  # the purpose for which logits were computed, for an error
 
     def enter(self, head: Any) -> None:
-        """Makes this forward the innermost in the thread whose head is ``head``."""
+        """Makes this forward the innermost of the forwards in this thread that use ``head``."""
         key = threading.get_ident(), id(head)
         self.outer = INNERMOST_FORWARDS.get(key)
         INNERMOST_FORWARDS[key] = self
 
     def leave(self, head: Any) -> None:
-        """Makes the outer forward the innermost again."""
+        """Makes ``outer``, the forward around this forward, the innermost again."""
         key = threading.get_ident(), id(head)
         del INNERMOST_FORWARDS[key]
         if self.outer is not None:
@@ -50,7 +50,7 @@ class RunningForward:
 
 
 def running_forward(patch: Any) -> RunningForward | None:
-    """The forward of the patched model that runs in this thread; None while its forward does not run."""
+    """The innermost forward of the patched model that runs in this thread; None if no forward of the model runs."""
     for (thread, _), innermost_forward in list(INNERMOST_FORWARDS.items()):
         forward: RunningForward | None = innermost_forward if thread == threading.get_ident() else None
         while forward is not None and forward.patch is not patch:
@@ -72,7 +72,7 @@ def patch_in_forward(head: Any) -> Any:
 
 
 def version(tensor: Tensor) -> int | None:
-    """The number of writes to a tensor; None where PyTorch does not count."""
+    """The number of in-place writes to a tensor; None for inference tensors, which have no count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -103,18 +103,18 @@ def change_in_words(head: nn.Module, versions: ParameterVersions) -> str | None:
 
 
 def is_plain_parameter(parameter: Any) -> bool:
-    """True for a parameter of PyTorch's own type that has numbers. Frameworks that shard replace other parameters."""
+    """True for a Tensor or nn.Parameter, of no subclass, with numbers. Sharding frameworks replace other parameters."""
     return type(parameter) in (Tensor, nn.Parameter) and not parameter.is_meta
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Makes each optimizer's step increment the versions of lazy heads' parameters, which a fused step does not do."""
+    """Registers ``count_writes`` for the steps of all optimizers, since a fused step does not count its writes."""
     register_optimizer_step_post_hook(count_writes)
 
 
 def count_writes(optimizer: Any, *_: Any) -> None:
-    """A hook after an optimizer's steps: increments the versions of lazy heads' parameters in the optimizer."""
+    """Increments the versions of lazy heads' parameters in an optimizer. Called after each optimizer step."""
     head_parameters = {id(parameter) for head in LAZY_HEADS for parameter in head.parameters()}
     stepped_parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     torch.autograd.graph.increment_version(
@@ -128,7 +128,7 @@ def count_writes(optimizer: Any, *_: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class HeadCall:
-    """A head's call, which computes logits later, and the state at the time of the call."""
+    """A call of a lazy head, whose logits are computed later, and the state in which the model made the call."""
 
     head: Any  # the lazy module
     patch: Any  # the ModelPatch of the model
@@ -141,7 +141,7 @@ class HeadCall:
 
     @classmethod
     def in_present_state(cls, head: Any, patch: Any, hidden: Tensor, has_run_hooks: bool) -> "HeadCall":
-        """A call of ``head`` for hidden states like ``hidden``, in the present state."""
+        """The ``HeadCall`` of ``head`` for ``hidden`` [..., hidden], with the present gradient mode and autocast."""
         device_type = "cpu" if hidden.is_meta else hidden.device.type  # autocast knows no meta device
         autocast_dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         parameter_versions = () if torch.compiler.is_compiling() else versions(head)
@@ -151,7 +151,7 @@ class HeadCall:
         )
 
     def compute(self, hidden: Tensor) -> Any:
-        """The result of the head's call for hidden states: logits. Pre-hooks that have run do not run again."""
+        """Calls the head; returns its logits [..., vocab]. Pre-hooks that have run do not run again."""
         if self.has_run_hooks:
             return self.head.forward(hidden)
         return (self.head.module_call if self.has_lazy_head else self.head)(hidden)
@@ -166,8 +166,8 @@ class HeadCall:
 
     @contextlib.contextmanager
     def state(self, has_grad: bool | None = None, has_autocast: bool = True) -> Iterator[None]:
-        """A context with the state of the head's call: inference mode, gradients, autocast. ``has_grad``, if not None,
-        enables or disables gradients instead. ``has_autocast=False`` switches autocast off."""
+        """A context with the inference mode, gradient mode and autocast of the head's call. ``has_grad``, if not None,
+        replaces the call's gradient mode. ``has_autocast=False`` switches autocast off."""
         inference_mode: Any = contextlib.nullcontext()
         if self.has_grad and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             inference_mode = torch.inference_mode(False)  # tensors of inference mode could have no gradient later
@@ -177,11 +177,11 @@ class HeadCall:
             yield
 
     def loss_state(self) -> Any:
-        """``state`` for a loss: gradients are enabled if they are enabled now and were at the head's call."""
+        """A context like ``state``, with gradients only if they are enabled now and were at the head's call."""
         return self.state(self.has_grad and torch.is_grad_enabled())
 
     def computed_logits(self, logits: VirtualLogits) -> Tensor:
-        """Computes ``logits`` [..., vocab]: by the head's call with all hooks, then by the model's operations."""
+        """Computes ``logits`` [..., vocab]: calls the head with all hooks, then applies the model's operations."""
         with self.state():
             head_output = self.layout.checked(self.compute(logits.hidden))
         # the steps have the dtypes of the autocast under which the model called them

@@ -1,7 +1,7 @@
-"""``layout_of`` returns the layout of a head's logits: number of columns, dtype, device, and whether they can be lazy.
+"""``layout_of`` returns the layout of a head's logits: number of columns, dtype, device, and why logits cannot be lazy.
 
-The layout of a head that is a plain matrix follows from the weight. The forward of any other head runs on a few rows,
-once for each state of the head that the layout may depend on.
+The layout of a head that is a plain matrix follows from the weight. For any other head a trial shows the layout: the
+head's forward runs on a few rows, once for each state of the head that the layout may depend on.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ HEADS_BY_ID: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDi
 class LogitsLayout(NamedTuple):
     """Properties of a head's logits that are known before the logits are computed."""
 
-    num_columns: int
+    num_columns: int  # size of the vocabulary
     dtype: torch.dtype
     device: torch.device
     reason: str = ""  # why the logits cannot be lazy; "" if they can
 
     def checked(self, logits: Tensor) -> Tensor:
-        """Returns ``logits``. RuntimeError if their number of columns or their dtype is another than the layout's."""
+        """Returns ``logits``. RuntimeError if their number of columns or their dtype differs from the layout's."""
         if (logits.shape[-1], logits.dtype) != (self.num_columns, self.dtype):
             raise RuntimeError(
                 f"the head gives {logits.shape[-1]} columns of {logits.dtype} where it gave {self.num_columns} of "
@@ -53,8 +53,8 @@ def layout_of(
     if torch.compiler.is_compiling():
         return layout_in_graph(head, hidden, autocast_dtype, has_run_hooks)
     compared_objects, plain_values = state_of(head)
-    ids = tuple(map(id, compared_objects))
-    key = (hidden.dtype, hidden.shape[-1], hidden.device, autocast_dtype, has_run_hooks, plain_values, ids)
+    object_ids = tuple(map(id, compared_objects))
+    key = (hidden.dtype, hidden.shape[-1], hidden.device, autocast_dtype, has_run_hooks, plain_values, object_ids)
     if key not in layouts:
         layout = layout_by_trial(head, hidden, autocast_dtype, has_run_hooks)
         layouts[key] = layout, compared_objects  # the objects stay alive, so that no other object gets their ids
@@ -89,8 +89,8 @@ def layout_of_matrix(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | No
 def product_dtypes(
     head: Any, hidden_dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> tuple[list[torch.dtype], torch.dtype | None]:
-    """Returns the dtypes of hidden states and weight in the product, and the dtype to which FSDP casts the result, None
-    without a cast."""
+    """Returns a list with the dtypes of hidden states and of the weight in the head's product, and the dtype to which
+    FSDP casts the product (None without a cast)."""
     precision_policy = None
     if hasattr(type(head), "_get_fsdp_state"):  # of FSDP2
         precision_policy = getattr(head._get_fsdp_state(), "_mp_policy", None)
@@ -116,8 +116,8 @@ def state_of(head: Any) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def layout_by_trial(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None, has_run_hooks: bool) -> LogitsLayout:
-    """Runs a head on a few rows; returns the layout of the logits. The ``reason`` is "" if all rows at once and two
-    pieces of the rows have the same logits, if modules of ``ROWWISE_PACKAGES`` compute them, or on the meta device."""
+    """Runs a head on a few rows; returns the layout of the logits. The ``reason`` is "" if two pieces of the rows have
+    the same logits as all rows at once, if all modules are of ``ROWWISE_PACKAGES``, or on the meta device."""
     run_head, hidden_size = head.forward if has_run_hooks else head.module_call, hidden.shape[-1]
     forward_in_words = f"a forward of its own, {class_name_of(head)}"
     is_rowwise = all(package_of(module).startswith(ROWWISE_PACKAGES) for module in head.modules())
@@ -168,21 +168,21 @@ def class_name_of(head: Any) -> str:
 
 @contextlib.contextmanager
 def undisturbed_state(head: Any, hidden: Tensor) -> Iterator[None]:
-    """A context for a trial's forward, without gradients. At its end random states and the head's small buffers are
-    restored."""
+    """A context for a trial's forward, with gradients disabled. Random states and the head's small buffers are restored
+    when the context ends."""
     devices = [hidden.device] if hidden.device.type == "cuda" else []
     small_buffers = [
         buffer for buffer in head.buffers() if buffer.numel() <= MAX_RESTORED_ELEMENTS and not buffer.is_meta
     ]
-    copies = [(buffer, buffer.clone()) for buffer in small_buffers]
+    buffer_copies = [(buffer, buffer.clone()) for buffer in small_buffers]
     with torch.random.fork_rng(devices), torch.no_grad():
         yield
-        for buffer, old_values in copies:
+        for buffer, old_values in buffer_copies:
             buffer.data.copy_(old_values)  # a write that changes no version
 
 
 def layout_in_graph(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | None, has_run_hooks: bool) -> LogitsLayout:
-    """The layout of a head's logits as a constant of the graph that is being traced."""
+    """The layout of a head's logits, for the graph that is being traced, where the layout is a constant."""
     num_columns, dtype, device, reason = layout_as_constants(
         id(head), hidden.dtype, hidden.shape[-1], str(hidden.device), autocast_dtype, has_run_hooks
     )
@@ -207,6 +207,6 @@ def layout_as_constants(
 
 @functools.cache
 def mark_layouts_constant() -> None:
-    """Makes compilers call ``layout_as_constants`` while they trace. Runs when a model is patched, since it imports the
-    compiler."""
+    """Makes compilers call ``layout_as_constants`` while they trace. Called when a model is patched, not before, since
+    the function imports the compiler."""
     torch.compiler.assume_constant_result(layout_as_constants)

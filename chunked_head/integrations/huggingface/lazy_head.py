@@ -16,11 +16,11 @@ from .traced_logits import TracedLogits
 from .virtual import VirtualLogits
 
 LINEAR_FORWARD = nn.Linear.forward
-HOLLOW_REASON = "hidden states without numbers"
+HOLLOW_REASON = "hidden states without numbers"  # why a call does not return lazy logits
 
 
 class HiddenRecorder:
-    """A function for ``LazyHead.forward`` to run, which stores the hidden states that the head's pre-hooks return."""
+    """A callable that runs in place of a head's own forward and stores the hidden states that the pre-hooks return."""
 
     hidden: Tensor | None = None  # None also if the pre-hooks have returned more than hidden states
 
@@ -39,13 +39,12 @@ class LazyHead:
     """The first base class of a lazy head's class; the second is the class before the patch. The head's call returns
     lazy logits while the forward of a patched model runs.
 
-    ``__call__`` returns lazy logits, not ``forward``: no hook runs before logits are computed, and a ``forward`` that a
-    framework sets on the instance does not replace ``__call__``.
-    """
+    Lazy logits come from ``__call__``, not from ``forward``: no hook runs before logits are computed, and a ``forward``
+    that a framework sets on the instance does not replace ``__call__``."""
 
     weight: Tensor
     _parameters: dict[str, Any]
-    _compiled_call_impl: Any
+    _compiled_call_impl: Any  # nn.Module's compiled call; None if the head is not compiled
     class_before: Any  # the head's class before the patch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,8 +55,8 @@ class LazyHead:
             return self.module_call(*args, **kwargs)
         hidden = args[0]
         reason = HOLLOW_REASON if patch.rehearsed is None and has_no_numbers(hidden) else reading_hook(self)
-        hook_name, is_among_others = input_hook(self)
-        if reason is None and hook_name is not None and is_among_others:
+        hook_name, has_framework_hook = input_hook(self)
+        if reason is None and hook_name is not None and has_framework_hook:
             reason = f"a forward pre-hook, {hook_name}, beside hooks of a framework"
         if reason is not None:
             patch.count_logits(reason)
@@ -77,8 +76,8 @@ class LazyHead:
         return TracedLogits(virtual_logits) if torch.compiler.is_compiling() else LazyLogits.wrap(virtual_logits)
 
     def module_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the head as its class before the patch would, with all hooks. A compiled head runs uncompiled if
-        ``kwargs`` has a ``chunked_head_function``."""
+        """Calls the head by its class before the patch, with all hooks. A compiled head runs uncompiled if ``kwargs``
+        has a ``chunked_head_function``."""
         is_compiled = self.class_before.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
         if not is_compiled or "chunked_head_function" not in kwargs or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -86,9 +85,9 @@ class LazyHead:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def run_inside(self, function: Callable[..., Any], hidden: Tensor, has_run_hooks: bool) -> Any:
-        """Calls the head with ``function(head, hidden, head_forward)`` in the place of the head's forward; returns the
-        function's result. The head's hooks have gathered the parameters by then. ``has_run_hooks``: the
-        pre-hooks have run on ``hidden`` before, and do not run again."""
+        """Calls the head with ``function(head, hidden, head_forward)`` in place of the head's forward; returns the
+        function's result. Hooks of the head gather the parameters before. ``has_run_hooks``: the pre-hooks have run on
+        ``hidden`` already, and do not run again."""
         call_head = self.forward if has_run_hooks else self.module_call
         if torch.compiler.is_compiling():  # FSDP's hooks are outside of graphs
             return call_head(hidden, chunked_head_function=function)
@@ -129,8 +128,8 @@ class LazyHead:
         return has_plain_weight or is_dtensor(self.weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles of a lazy head have its class from before the patch. If the copy's model is patched, the
-        model's forward makes the copied head lazy."""
+        """Gives copies and pickles of a lazy head the class from before the patch. A patched model's forward makes a
+        copied head lazy again."""
         pickle_values: Any = super().__reduce_ex__(protocol)
         if pickle_values[0] is type(self):  # as for the wrapper that torch.compile makes
             return self.class_before, *pickle_values[1:]
@@ -139,9 +138,9 @@ class LazyHead:
 
 
 def unrounded(rounded_result: Any, exact_result: Any) -> Any:
-    """The values of ``exact_result`` with the gradient of ``rounded_result``: two tensors of one shape, or two tuples
-    of such tensors. ``exact_result``: what a function returned that ran inside of a head's call. ``rounded_result``:
-    what the call returned, which hooks of the head may have cast to 16 bits."""
+    """Returns the values of ``exact_result`` with the gradient of ``rounded_result``: two tensors of one shape, or two
+    tuples of tensors. ``exact_result``: result of a function that ran inside of a head's call. ``rounded_result``:
+    result of the call, which the head's hooks may have cast to 16 bits."""
     if isinstance(exact_result, tuple):
         return tuple(unrounded(*pair) for pair in zip(rounded_result, exact_result, strict=True))
     if rounded_result.dtype.itemsize >= exact_result.dtype.itemsize:

@@ -35,8 +35,8 @@ COPIES = PLAIN_COPIES | {LOG_SOFTMAX: log_softmax}
 def view_function(
     function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], position: int | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """A function of computed logits. It returns the view ``function(logits, *arguments, **keywords)``; where that is a
-    sequence of views, the view at ``position``."""
+    """Makes a function of computed logits that returns the view ``function(logits, *arguments, **keywords)``.
+    ``position``: index of the view if ``function`` returns a sequence of views; else None."""
 
     def view_of(logits: Tensor) -> Any:
         views = function(logits, *arguments, **keywords)
@@ -60,13 +60,13 @@ class LazyLogits(Tensor):
     _statistics: RowStatistics | None  # the statistics that were computed last
     _view_base: "LazyLogits | None"  # the logits that these logits are a view of
     _view_of: Callable[[Tensor], Tensor] | None  # makes the view of the computed ``_view_base``
-    _relatives: "list[weakref.ref[LazyLogits]]"  # all lazy logits that would be in one memory, these among them
+    _relatives: "list[weakref.ref[LazyLogits]]"  # all lazy logits of one memory: a base and its views, these logits too
     _is_shared: bool  # ``_computed`` is in one memory with the other ``_relatives``
 
     @staticmethod
     def wrap(virtual: VirtualLogits, base: "LazyLogits | None" = None, view_of: Any = None) -> "LazyLogits":
-        """Lazy logits of ``virtual``. If they are a view of the lazy logits ``base``, ``view_of`` is the function that
-        makes the view of the computed base."""
+        """Makes lazy logits of ``virtual``. ``base``: the lazy logits of which the new logits are a view, else None.
+        ``view_of``: the function that makes the view of the computed base."""
         shape, dtype, device = virtual.shape, virtual.dtype, virtual.device
         logits = Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=device)
         logits._virtual, logits._statistics, logits._computed = virtual, None, None
@@ -109,7 +109,7 @@ class LazyLogits(Tensor):
         return sum(reference() is not None for reference in self._relatives) > 1
 
     def in_memory(self) -> Tensor:
-        """Computes the logits, as a view of the computed ``_view_base`` if that is not None; returns them."""
+        """Returns the computed logits, as a view of the computed ``_view_base`` if there is a base."""
         if self._view_base is None:
             self.materialise()
         elif not self._is_shared and self._view_of is not None:
@@ -120,7 +120,7 @@ class LazyLogits(Tensor):
         return self._computed
 
     def has_gradient(self) -> bool:
-        """``requires_grad`` of the logits, computed or not."""
+        """True if the logits require a gradient, whether they are computed or not."""
         if self._computed is not None:
             return self._computed.requires_grad
         virtual = self._virtual
@@ -143,8 +143,8 @@ class LazyLogits(Tensor):
             )
 
     def statistics_for(self, operand: StatisticsOperand, ids: Tensor | None) -> RowStatistics:
-        """Row statistics for ``ids`` [..., 1], or for any ids if ``ids`` is None. Returns the last statistics if they
-        are for the same ids and gradient mode; else computes new ones."""
+        """Row statistics with the log-probabilities of ``ids`` [..., 1]; of any ids if ``ids`` is None. Returns the
+        last statistics if ids and gradient mode are the same; else computes new statistics."""
         has_grad, cached_statistics = torch.is_grad_enabled(), self._statistics
         if cached_statistics is not None and cached_statistics.has_grad != has_grad:
             cached_statistics = None
@@ -161,8 +161,8 @@ class LazyLogits(Tensor):
         return self._statistics
 
     def hand_down(self, views: "tuple[LazyLogits, ...]") -> None:
-        """Gives each of ``views``, one per index of the first dimension, the statistics of the view's rows: TRL gathers
-        from all rows, then takes the log-sum-exp of one sequence after the other."""
+        """Gives each of ``views`` the statistics of its rows. ``views``: the logits at each index of the first
+        dimension. TRL calls ``gather`` for all rows, then ``logsumexp`` for one sequence after the other."""
         if self._statistics is not None:
             logprobs, lse, mean_logit, *_, has_grad = self._statistics
             for i, view in enumerate(views):
@@ -201,8 +201,8 @@ class LazyLogits(Tensor):
 
 
 def result_of_computed(function: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Computes the lazy logits among the arguments of a function; returns the function's result. If the function writes
-    to the logits or returns a view of them, they and their relatives are computed in one memory."""
+    """Calls a function with computed logits in place of lazy logits; returns the function's result. If the function
+    writes to logits or returns a view of logits, the logits and their ``_relatives`` are computed in one memory."""
     lazy_operands = [*lazy_in(args), *lazy_in(kwargs)]
     is_writing = writes_to_tensor(name) or "out" in kwargs
     for logits in lazy_operands if is_writing else []:
@@ -241,7 +241,7 @@ def is_view(value: Any, logits: Any) -> bool:
 
 
 def lazy_result(first_logits: LazyLogits, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of a function of lazy logits that need not be computed for it; NotImplemented for other functions."""
+    """The result of a function that has a handler for lazy logits; NotImplemented for other functions and arguments."""
     name = HANDLER_NAMES.get(function)
     if name is None:
         return NotImplemented
@@ -276,7 +276,7 @@ def lazy_result(first_logits: LazyLogits, function: Any, args: Any, kwargs: dict
 
 
 def writes_to_tensor(name: str) -> bool:
-    """True if ``name`` is that of a function that writes to its first argument."""
+    """True if the function with the name ``name`` writes to its first argument."""
     name = name.split(".")[1] if name.startswith("aten.") else name
     return name in WRITING_METHODS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
@@ -321,8 +321,8 @@ def with_computed(value: Any, purpose: str) -> Any:
 
 
 def count_computation(logits: LazyLogits, purpose: str) -> None:
-    """Counts logits that will be computed for ``purpose``. RuntimeError with ``strict``, and in the forward of a
-    torch.autograd.Function."""
+    """Counts logits that will be computed for ``purpose``. RuntimeError under the option ``strict``, and in the forward
+    of a torch.autograd.Function."""
     is_passed_through(logits)  # raises
     if logits._computed is None:
         logits._virtual.head_call.patch.count_logits(purpose)
@@ -339,9 +339,9 @@ def is_passed_through(logits: LazyLogits) -> bool:
         frame = frame.f_back
     if frame is not None and frame.f_globals.get("__name__", "").startswith(PASSING_PACKAGES):
         return True
-    name = "A torch.autograd.Function" if frame is None else type(context).__name__.removesuffix("Backward")
+    class_name = "A torch.autograd.Function" if frame is None else type(context).__name__.removesuffix("Backward")
     raise RuntimeError(
-        f"{name}.apply was given lazy logits, which would get no gradient from it; give it logits.materialise()"
+        f"{class_name}.apply was given lazy logits, which would get no gradient from it; give it logits.materialise()"
     )
 
 
@@ -357,8 +357,8 @@ def in_function_forward() -> bool:
 
 def first_argument(frame: Any) -> Any:
     """The value of a frame's first parameter; None for a function without parameters."""
-    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    return frame.f_locals.get(names[0]) if names else None
+    parameter_names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return frame.f_locals.get(parameter_names[0]) if parameter_names else None
 
 
 def function_name(function: Any) -> str:
@@ -368,10 +368,10 @@ def function_name(function: Any) -> str:
 
 
 def names_by_function() -> dict[Any, str]:
-    """Maps each function of torch that stays lazy to the name of its handler in ``COPIES``, ``VIEWS``, ``STATISTICS``
-    or ``RESULT_HANDLERS``."""
+    """Maps torch's functions that have a handler for lazy logits to the handler's name in ``COPIES``, ``VIEWS``,
+    ``STATISTICS`` or ``RESULT_HANDLERS``."""
     handler_names = {name: name for name in (*COPIES, *VIEWS, *STATISTICS, *RESULT_HANDLERS)} | OPERATORS
-    names: dict[Any, str] = {}
+    names: dict[Any, str] = {}  # of handlers, by function
     for name, handler_name in handler_names.items():
         for owner in (Tensor, torch, F):
             function = getattr(owner, name, None)
@@ -380,8 +380,8 @@ def names_by_function() -> dict[Any, str]:
     return names
 
 
-HANDLER_NAMES = names_by_function()
-PASSING_PACKAGES = ("torch.nn.parallel.", "torch.distributed.fsdp.", "deepspeed.")
+HANDLER_NAMES = names_by_function()  # by function of torch
+PASSING_PACKAGES = ("torch.nn.parallel.", "torch.distributed.fsdp.", "deepspeed.")  # whose Functions get lazy logits
 HOOK_METHODS = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
 WRITING_METHODS = {
     "__setitem__",

@@ -67,7 +67,7 @@ class Report:
     __repr__ = __str__
 
     def warn(self, message: str, occasion: str | None = None) -> None:
-        """Warns once for each ``occasion``; once for each message if ``occasion`` is None."""
+        """Gives the warning ``message``, once for each ``occasion``; once for each message if ``occasion`` is None."""
         if (occasion or message) not in self.warnings_by_occasion:
             self.warnings_by_occasion[occasion or message] = message
             warnings.warn(message, stacklevel=2)
@@ -76,8 +76,8 @@ class Report:
         self.metric_sums[is_training] = combine([self.metric_sums[is_training], metrics])
 
     def take_metrics(self, training: bool = True) -> Mapping[str, MetricValue]:
-        """Returns the metrics of training or of evaluation by name, and starts new ones. A metric has ``.sum``,
-        ``.count`` and ``.value``, on the device, of this rank (``chunked_head.metrics.all_reduce`` adds ranks)."""
+        """Returns metrics of training, or of evaluation, by name, and starts new sums. A metric has ``.sum``,
+        ``.count`` and ``.value`` on the device, of this rank (``chunked_head.metrics.all_reduce`` adds ranks)."""
         metrics, self.metric_sums[training] = self.metric_sums[training], {}
         return metrics
 
@@ -91,10 +91,10 @@ class ModelPatch:
         loss: Losses | Function | None,
         metrics: Sequence[Metric],
         when: str,  # forwards with lazy logits: "labels", "training" or "always"
-        logits: str | None,
+        logits: str | None,  # the logits of the output: "lazy", or None
         strict: bool,  # raise where logits would be computed
-        head_options: dict[str, Any],
-        model: str,
+        head_options: dict[str, Any],  # keyword arguments of linear_cross_entropy
+        model: str,  # name of the model's class
     ):
         check_options(head_options)
         loss = None if loss is None else as_losses(loss)
@@ -107,7 +107,7 @@ class ModelPatch:
         self.when, self.logits, self.strict = when, logits, strict
         self.head_options, self.model = head_options, model  # the latter is the name of the model's class
         self.head: Any = None  # the lazy module; None where the model is not patched
-        self.layouts: dict[Any, Any] = {}  # the cache of layout_of
+        self.layouts: dict[Any, Any] = {}  # LogitsLayouts by state of the head: the cache of layout_of
         self.report = Report(model)
         # state of the forward that runs, and of all forwards so far
         self.is_training = True  # the model's mode in the forward
@@ -123,22 +123,22 @@ class ModelPatch:
         self.rehearsed: list[RehearsedLoss] | None = None
 
     def set_head(self, head: Any, name: str, is_tied: bool) -> None:
-        """Sets the lazy head. ``name``: the head's name in the model. ``is_tied``: the head's weight is that of the
-        input embeddings."""
+        """Sets the lazy head. ``name``: the head's name in the model. ``is_tied``: head and input embeddings share a
+        weight."""
         report = self.report
         self.head, report.head_name, report.mechanism = head, name, "lazy logits"
         report.head_in_words = f"{name} {list(sizes_of(head) or ())}" + (", tied" if is_tied else "")
 
     def remove_head(self) -> Any:
-        """Returns the lazy head, or None without one, and forgets it."""
+        """Sets ``head`` to None; returns the lazy head that was set, None without a head."""
         head, self.head = self.head, None
         self.report.head_in_words = ""
         return head
 
     @property
     def loss_argument(self) -> str:
-        """``"loss="`` or ``"metrics="``: the argument that ``patch_model`` got, for errors; "" without both. Neither
-        has an effect on a loss that is made outside of the model's forward."""
+        """``"loss="`` or ``"metrics="``, the argument that ``patch_model`` got, for texts of errors; "" without both.
+        Neither argument has an effect on a loss that is made outside of the model's forward."""
         return "loss=" if self.loss is not None else "metrics=" if self.metrics else ""
 
     def refuse(self, reason: str) -> None:
@@ -150,8 +150,8 @@ class ModelPatch:
         self.report.warn(f"chunked_head leaves {self.model} as it is: {reason}")
 
     def has_lazy_logits(self, model: nn.Module, has_labels: bool, has_cache: bool = False) -> bool:
-        """True if the logits of a forward are lazy. ``has_labels``: the forward has labels. ``has_cache``: it has
-        ``past_key_values``, as in generation, which reads the logits of one token."""
+        """True if the logits of a forward are lazy. ``has_labels``: the forward has labels. ``has_cache``: the forward
+        has ``past_key_values``, as in generation, where only the logits of one token are read."""
         if self.head is None or is_exporting():
             return False
         return has_labels or (self.wants_unlabelled(model, has_cache) and not self.is_sharded(model))
@@ -165,9 +165,9 @@ class ModelPatch:
         return is_fully_sharded(model) or is_fully_sharded(self.head)
 
     def check_unlabelled(self, model: nn.Module, has_cache: bool) -> None:
-        """Warns of a training step's forward without labels, if this library will not compute the loss of its logits.
-        RuntimeError instead if the patch has a loss or metrics. Warns also under FSDP, where losses outside of the
-        forward are not fused."""
+        """Warns if a training step's forward has no labels and this library will not compute the loss of its logits.
+        RuntimeError instead if the patch has a loss or metrics. Warns under FSDP too, where no loss outside of the
+        forward is fused."""
         if self.head is None or is_exporting():
             return
         is_compiling = torch.compiler.is_compiling()
@@ -214,7 +214,7 @@ class ModelPatch:
             self.report.warn(f"chunked_head: {self.model} was given labels and computed no cross-entropy of {name}")
 
     def count_loss(self, tail: Tail, is_in_forward: bool = False) -> None:
-        """Counts a loss. ``is_in_forward``: the model's forward makes the loss."""
+        """Counts a loss that this library computes. ``is_in_forward``: the model's forward makes the loss."""
         if is_in_forward and self.is_training:
             self.has_trained = True
         if torch.compiler.is_compiling():
@@ -227,7 +227,7 @@ class ModelPatch:
             forward.has_loss = True
 
     def count_forward(self) -> None:
-        """Counts a run of the class's forward."""
+        """Counts a run of the forward of the model's class."""
         self.num_forwards = -1 if torch.compiler.is_compiling() else self.num_forwards + 1
 
     def report_training_loss(self, description: str) -> None:
@@ -303,7 +303,7 @@ class ModelPatch:
 
 
 def is_exporting() -> bool:
-    """True while ``torch.export`` or ``torch.jit.trace`` runs a model: an exported program holds tensors alone."""
+    """True while ``torch.export`` or ``torch.jit.trace`` runs a model. An exported program cannot hold lazy logits."""
     # torch 2.9's is_exporting is true in torch.compile too; the variable that it reads is true in export alone
     is_export_flag_set = getattr(torch.compiler, "_is_exporting_flag", None)
     return torch.jit.is_tracing() or (
@@ -323,8 +323,8 @@ def is_on_trl() -> bool:
 
 def is_fully_sharded(module: Any) -> bool:
     """True if FSDP2 shards a module, or FSDP1 wraps it."""
-    names = {base.__name__ for base in type(module).__mro__}
-    return bool(names & {"FSDPModule", FSDP1}) or hasattr(module, "_is_fsdp_managed_module")
+    base_names = {base.__name__ for base in type(module).__mro__}
+    return bool(base_names & {"FSDPModule", FSDP1}) or hasattr(module, "_is_fsdp_managed_module")
 
 
 def caller_location(skipped_paths: tuple[str, ...] = ()) -> str:

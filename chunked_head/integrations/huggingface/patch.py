@@ -61,18 +61,18 @@ def patch_model(
         print(model.chunked_head)                     # which head, which scale and cap, how many losses went through
 
     Args:
-        model: a transformers model, or PEFT's around one. PEFT, DDP and FSDP2 may come before or after the patch.
+        model: a transformers model, or PEFT's wrapper of it. PEFT, DDP and FSDP2 may come before or after the patch.
         loss: what to compute instead of the cross-entropy inside of the forward: a sum of ``chunked_head.losses`` that
-            need only labels, reduced as the model's cross-entropy is, or a function as in ``linear_loss``.
+            need only labels, with the cross-entropy's reduction, or a function as in ``linear_loss``.
         metrics: functions of ``chunked_head.metrics`` that need only labels. Their values are summed on the device over
             forwards until ``model.chunked_head.take_metrics()``, or until ``log_metrics`` logs them. A training step
             whose forward is given no labels raises if ``loss`` or ``metrics`` were given.
-        when: the forwards whose logits are lazy. ``"labels"``: those that are given labels. ``"training"``: also those
+        when: the forwards whose logits are lazy. ``"labels"``: forwards with labels. ``"training"``: also forwards
             of a model in training mode with gradients enabled, for losses that are computed outside of the forward
-            (``compute_loss_func``); not under FSDP. ``"always"``: also every forward that is given no
+            (``compute_loss_func``); not under FSDP. ``"always"``: also every forward without
             ``past_key_values``, for log-probabilities without gradient (a reference model, scoring).
         logits: ``"lazy"``: ``output.logits`` are computed when they are read. They can be read until the optimizer's
-            step, and raise after it; they have no gradient of the loss. None: the output has no logits where labels
+            step, raise after the step, and have no gradient of the loss. None: the output has no logits where labels
             were given in training; in evaluation its logits are lazy, for ``compute_metrics``.
         strict: True raises RuntimeError, in place of a warning, where lazy logits would be computed.
         head_options: ``memory_budget``, ``chunk_tokens``, ``accumulate_dtype``, ``accumulate_into``, ``upstream``,
@@ -113,7 +113,7 @@ def unpatch_model(model: Model) -> Model:
     """Undoes ``patch_model``; returns ``model``. Nothing happens to a model that is not patched.
 
     Raises:
-        TypeError: ``model`` is no model, or a wrapper around one.
+        TypeError: ``model`` is no model, or a wrapper around a model.
     """
     inner_model = model_without_peft(model, "unpatch_model")
     patch = inner_model.__dict__.pop(PATCH, None)
@@ -136,8 +136,8 @@ MODEL_WRAPPERS = {
 
 
 def model_without_peft(model: Any, function_name: str) -> nn.Module:
-    """The model without PEFT's wrapper. TypeError for other wrappers and for what is no module. ``function_name``: of
-    the public function that the user called."""
+    """The model without PEFT's wrapper. TypeError for other wrappers, and if ``model`` is no module. ``function_name``:
+    name of the public function that the user called."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model of {function_name} must be a torch.nn.Module, got {type(model).__name__}")
     for base in type(model).__mro__:
@@ -152,11 +152,11 @@ def model_without_peft(model: Any, function_name: str) -> nn.Module:
 
 
 class Patched:
-    """The first base class of a patched model's class; the second is the class before the patch. While its forward
-    runs, the head's logits are lazy."""
+    """The first base class of a patched model's class; the second is the class before the patch. While a patched
+    model's forward runs, the head's logits are lazy."""
 
     class_before: type  # the model's class before the patch
-    training: bool
+    training: bool  # nn.Module's flag
     argument_positions: dict[str, int]  # by name: positions of the parameters of forward
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -235,7 +235,7 @@ def patched_class(model_class: type) -> type:
 
 
 def without_logits(output: Any) -> Any:
-    """A model's output without lazy logits."""
+    """A model's output with None in place of lazy logits; a tuple without the lazy logits."""
     lazy_classes = (LazyLogits, TracedLogits)
     if isinstance(output, dict):  # transformers' ModelOutput is one
         return type(output)(
@@ -253,8 +253,8 @@ def adopt_head(patch: ModelPatch, model: nn.Module, head: Any) -> None:
 
 
 def current_head(patch: ModelPatch, model: Any) -> Any:
-    """Returns the head that the model now has; None if ``find_head`` raises. A head that is new, since users resize,
-    replace and adapt heads, becomes the head of the patch."""
+    """Returns the head that the model has now; None if ``find_head`` raises. A new head becomes the head of the patch,
+    since users resize, replace and adapt heads."""
     try:
         head = find_head(model)
     except UnknownHead as reason:
@@ -272,7 +272,7 @@ def current_head(patch: ModelPatch, model: Any) -> Any:
 
 
 def make_head_lazy(head: nn.Module, patch: Any) -> None:
-    """Gives lazy classes to a head and to the module in its wrapper, and the patch to the head."""
+    """Gives lazy classes to a head and to the module in its wrapper. Stores the patch in the head."""
     for module in {unwrapped(head), head}:
         if not isinstance(module, LazyHead):
             loosen_forward(module)
@@ -285,8 +285,8 @@ def make_head_lazy(head: nn.Module, patch: Any) -> None:
 
 
 def make_head_plain(patch: ModelPatch) -> None:
-    """Gives the head of a patch the class that it had before. A framework's subclass of our class stays, and computes
-    as the class before. A head that another patched model shares stays lazy."""
+    """Gives the head of a patch the class from before the patch. A framework's subclass of a lazy class stays, and
+    computes logits like the class from before. A head that another patched model shares stays lazy."""
     head = patch.remove_head()
     if head is None or head.__dict__.get(PATCH) is not patch:
         return
@@ -305,7 +305,7 @@ def log_metrics(trainer: Any) -> Any:
         log_metrics(Trainer(model, ...)).train()      # {"loss": ..., "entropy": ..., "accuracy": ...}
 
     A logged value is of all tokens since the last log, on all ranks. Metrics of training are logged beside
-    ``loss``, those of an evaluation beside ``eval_loss``, as ``eval_entropy``. Values are read from the device when
+    ``loss``, metrics of an evaluation beside ``eval_loss``, as ``eval_entropy``. Values are read from the device when
     they are logged.
 
     Raises:

@@ -62,7 +62,7 @@ class TracedLogits:
         return self._computed is not None or (self._view_base is not None and self._view_base.is_shared())
 
     def in_memory(self) -> Tensor:
-        """Computes the logits, as a view of the computed ``_view_base`` if that is not None; returns them."""
+        """Returns the computed logits, as a view of the computed ``_view_base`` if there is a base."""
         if self._computed is None:
             if self._view_base is None:
                 self._computed = self._virtual.head_call.computed_logits(self._virtual)
@@ -76,8 +76,8 @@ class TracedLogits:
         return getattr(self.compute_for(name), name)
 
     def compute_for(self, purpose: str) -> Tensor:
-        """Computes the logits for the method ``purpose``; returns them. RuntimeError for a method that writes, since it
-        would write to a copy."""
+        """Computes the logits for the method ``purpose``; returns them. RuntimeError if the method writes to the
+        logits, since only a copy would change."""
         if writes_to_tensor(purpose):
             raise RuntimeError(f"{purpose} on lazy logits inside of torch.compile is not supported; unpatch the model")
         self._virtual.head_call.patch.count_logits(purpose)
@@ -100,7 +100,7 @@ class TracedLogits:
 
 
 def method_result(logits: TracedLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the method ``name`` of lazy logits. Returns lazy logits if it needs no numbers, else a tensor."""
+    """Calls the method ``name`` of lazy logits. Returns lazy logits if the method needs no numbers, else a tensor."""
     operation = (COPIES | VIEWS).get(name)
     result = NotImplemented if operation is None or logits.is_shared() else operation(logits._virtual, *args, **kwargs)
     if result is NotImplemented:

@@ -1,8 +1,8 @@
 """``VirtualLogits``: logits that are not computed. ``Tail``: operations on logits, as options of this library.
 
-A function with a parameter ``v`` is the tensor's method of its name for virtual logits ``v`` [..., vocab]. A method
+A function with a parameter ``v`` is the tensor method of the same name, for virtual logits ``v`` [..., vocab]. A method
 that moves rows moves rows of the hidden states at once. A method that changes each logit adds a step, with a copy of
-its operand. Methods return ``NotImplemented`` for operands that need computed logits.
+the method's operand. Methods return ``NotImplemented`` for operands that need computed logits.
 """
 
 import operator
@@ -50,7 +50,7 @@ class VirtualLogits:
         return self.with_fields(hidden=hidden)
 
     def with_fields(self, **new_fields: Any) -> "VirtualLogits":
-        """A copy with ``new_fields`` in place of fields of these names. torch.compile of torch 2.9 cannot follow
+        """A copy in which ``new_fields`` replace the fields of the same names. torch.compile of torch 2.9 cannot trace
         ``dataclasses.replace``."""
         fields = {
             "hidden": self.hidden, "steps": self.steps, "vocab": self.vocab, "dtype": self.dtype,
@@ -83,7 +83,7 @@ def cast(v: VirtualLogits, dtype: torch.dtype) -> Any:
 
 
 def to(v: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
-    """Casts to a dtype. NotImplemented for another device."""
+    """Casts logits to the dtype in the arguments of ``Tensor.to``. NotImplemented for another device."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if kwargs.get("copy") or [boolean for boolean in args if isinstance(boolean, bool)][1:] == [True]:
         v = v.with_fields()  # a copy: writes to the result do not reach the original
@@ -100,7 +100,7 @@ def to(v: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def factor_method(name: str) -> Callable[[VirtualLogits, Any], Any]:
-    """The method that multiplies (``name`` is ``"mul"``) or divides (``"div"``) logits by a number."""
+    """Makes the method that multiplies (``name`` is ``"mul"``) or divides (``"div"``) logits by a number."""
 
     def scaled_logits(v: VirtualLogits, other: Any, **kwargs: Any) -> Any:
         if kwargs:
@@ -234,8 +234,8 @@ def permute(v: VirtualLogits, *dims: Any) -> Any:
 
 
 def row_method(name: str, *parameter_names: str, **defaults: int) -> Callable[..., Any]:
-    """A method of virtual logits that calls the method ``name`` of the hidden states; NotImplemented for a dimension
-    that is the vocabulary. ``parameter_names`` and ``defaults`` (default values by name) are those of that method."""
+    """Makes a method of virtual logits that calls the method ``name`` of the hidden states; NotImplemented for the
+    vocabulary's dimension. ``parameter_names`` and ``defaults``: parameters and default values of ``name``."""
 
     def method(v: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
         arguments = defaults | dict(zip(parameter_names, args, strict=False)) | kwargs
@@ -252,7 +252,7 @@ def row_method(name: str, *parameter_names: str, **defaults: int) -> Callable[..
 
 
 def same_logits(v: VirtualLogits, *args: Any, **kwargs: Any) -> VirtualLogits:
-    """Returns ``v``: strides do not matter before logits are computed."""
+    """Returns ``v``, for methods that only copy or change strides. Neither matters before logits are computed."""
     return v
 
 
@@ -294,8 +294,8 @@ class Tail:
     """A model's operations between head and loss. The loss reads ``softcap * tanh(logit_scale * (hidden @
     weight[:vocab].T + bias) / softcap)``. ``softcap`` and ``vocab`` are None without a cap and without a crop.
 
-    ``biases``: vectors that the model adds to the logits, each with the factor that had multiplied the logits before.
-    The vector divided by the factor is a bias of the head.
+    ``biases``: vectors that the model adds to the logits, each with the factor by which the model had scaled the logits
+    before. The vector divided by this factor is a bias of the head.
     """
 
     logit_scale: float = 1.0
@@ -335,7 +335,7 @@ class RehearsedLoss(NamedTuple):
 
 
 def tail_of(logits: VirtualLogits) -> Tail | None:
-    """The tail with the same result as the steps of ``logits``; None if there is no such tail."""
+    """The ``Tail`` that describes the steps of ``logits``; None if no ``Tail`` has the same result."""
     inner_factor, outer_factor, is_capped = 1.0, 1.0, False  # the factors before and after the tanh
     vocab, biases = None, []
     for name, argument in logits.steps:
