@@ -61,7 +61,7 @@ def fields_named_by(measure: Summand | Metric) -> dict[str, Field]:
 def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
     """Returns the names of the fields that losses and metrics read, and a ``Field`` for each known name. ValueError for
     a missing or unknown field. A user's function reads all fields of the batch, except for the tensors of a dense
-    teacher and, without ``num_segments``, fields of segments: it reads these only if it declares them."""
+    teacher and, without ``num_segments``, fields of segments. It reads those fields only if it declares them."""
     batch, summands = call.batch or {}, [summand for _, summand in call.losses.terms]
     roles_and_measures = [("loss", s) for s in summands] + [("metric", m) for m in call.metrics]
     field_kinds = kinds_of(measure for _, measure in roles_and_measures)
@@ -193,8 +193,8 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
 
 
 def check_dense_teacher(call: Call[Any], names: Sequence[str], dtype: torch.dtype, autocast: bool) -> int | None:
-    """Checks a dense teacher's operands, and that ranks split its vocabulary as the student's. Returns the number of
-    ids in the teacher's vocabulary; None without a dense teacher."""
+    """Checks a dense teacher's operands, and that ranks split both vocabularies alike. Returns the number of ids
+    in the teacher's vocabulary; None without a dense teacher."""
     batch: Any = call.batch
     if "teacher_logits" in names:
         id_count = batch["teacher_logits"].shape[-1]
@@ -244,7 +244,7 @@ def check_vocabularies(call: Call[Any], id_count: int) -> None:
 def make_teacher(
     fields: Mapping[str, Tensor], options: Teacher, column_count: int, dtype: torch.dtype | None
 ) -> TeacherHead:
-    """The dense teacher, with weight and bias cut to the first ``columns`` ids, the ids that the student has too.
+    """The dense teacher, with weight and bias cut to the first ``column_count`` ids, the ids that the student has too.
     ``dtype``: dtype of the teacher's matmul under autocast, else None."""
     temperature = 1.0 if options.temperature is None else options.temperature
     weight, bias = fields.get("teacher_weight"), fields.get("teacher_bias")

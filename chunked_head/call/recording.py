@@ -66,8 +66,8 @@ def inputs_of(work: Any, hidden: Tensor, head: Head) -> list[Tensor | None]:
 
 
 def run_recorded(work: Any, hidden: Tensor, head: Head) -> tuple[RowStats, Gradients | None]:
-    """Returns the results of ``work.sweep(hidden, head)``: replays the recording of the sweep's key, or runs the sweep,
-    which may record it. ``work``: a ``HeadWork``."""
+    """Returns the results of ``work.sweep(hidden, head)``: replays the recording of the sweep's key, or runs,
+    and perhaps records, the sweep. ``work``: a ``HeadWork``."""
     plan, objective, recordings = work.plan, work.objective, work.recordings
     assert recordings is not None
     if getattr(objective, "table", None) is not None:  # it holds an earlier sweep's values, to which this one adds

@@ -80,8 +80,8 @@ class RangeChecks:
     is_wrong: list[Tensor] = field(default_factory=list)  # [] bool: a flag for each check
 
     def in_range(self, name: str, ids: Tensor, id_count: int, missing_id: int | None) -> Tensor:
-        """Returns ``ids`` with -1 for wrong ids. An id is wrong outside of [0, id_count), unless it is ``missing_id``,
-        a value for no id (or None). A wrong id raises IndexError on the CPU and sets a flag elsewhere."""
+        """Returns ``ids`` with -1 for wrong ids. An id outside of [0, id_count) is wrong, unless it equals
+        ``missing_id`` (None: no exception). A wrong id raises IndexError on the CPU and sets a flag elsewhere."""
         is_out_of_range = (ids < 0) | (ids >= id_count)
         if missing_id is not None:
             is_out_of_range &= ids != missing_id
@@ -287,8 +287,8 @@ def rows_of_field(
 def columns_of_teacher(
     fields: Mapping[str, Tensor], targets: Tensor, vocab: int, checks: RangeChecks
 ) -> dict[str, Tensor]:
-    """Returns ``teacher_ids`` [tokens, K], with -1 in place of ids that do not count. If the batch has the teacher's
-    log-probabilities, it also returns ``teacher_entries`` [tokens, K] bool, true where an id counts."""
+    """Returns two fields by name: ``teacher_ids`` [tokens, K], with -1 for ids that do not count; and, only if the
+    batch has a teacher's log-probabilities, ``teacher_entries`` [tokens, K] bool, true where an id counts."""
     ids, logprobs = fields["teacher_ids"], fields.get("teacher_logprobs")
     is_valid = (targets >= 0)[:, None]
     if logprobs is not None:

@@ -196,7 +196,7 @@ def expected_gradients(
 def gradient_dtypes(call: Call[Any], spec: Spec) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """The dtypes of gradients of hidden states, weight and bias among the outputs of ``forward``. Gradients of hidden
     states and weight have the operand's dtype. They have fp32 at least if ``accumulate_dtype`` is fp32 or if matmuls
-    are in fp16: before autograd multiplies a gradient by the upstream gradient, it may exceed the range of fp16. The
+    are in fp16, since gradients may exceed the range of fp16 before the upstream gradient scales them down. The
     bias's gradient always has fp32 at least."""
     assert call.weight is not None
     hidden_dtype, weight_dtype = call.rows.dtype, call.weight.dtype

@@ -90,8 +90,8 @@ class GroupHistory:
             self.recorded_messages = self.messages_by_kind[kind_hash] = []
 
     def check_last_call(self) -> None:
-        """Raises ValueError if the ranks' last calls differed. The host waits until the device has compared them, which
-        comes before the rest of the last call."""
+        """Raises ValueError if the ranks' last calls differed. The host waits until the device has compared them. The
+        device does this before the rest of the last call."""
         if self.unread_comparison is not None:
             (written_event, agreements, layout), self.unread_comparison = self.unread_comparison, None
             if written_event is not None:
