@@ -1,7 +1,7 @@
 """Cross-entropy and row statistics of lazy logits, computed inside of the head's call, so that the head's hooks run.
 
 Row statistics have one number per row. They are ``gather``, ``logsumexp`` and ``mean`` of lazy logits, and ``gather``
-and ``sum`` of their ``log_softmax``, which is lazy too. Losses that users write read row statistics.
+and ``sum`` of their ``log_softmax``, which is lazy too. Losses of users call these methods.
 """
 
 from collections.abc import Callable, Sequence

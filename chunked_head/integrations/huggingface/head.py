@@ -1,6 +1,6 @@
 """Functions that find the head of a model, and the hooks and forwards that other code has set on a module.
 
-An instance's forward is a function that other code has set as ``module.forward``. PyTorch runs it, not the class's.
+An instance's forward is a function that other code has set as ``module.forward``. It replaces the class's forward.
 """
 
 import inspect

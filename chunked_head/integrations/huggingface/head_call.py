@@ -128,7 +128,7 @@ def count_writes(optimizer: Any, *_: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class HeadCall:
-    """A call of a lazy head, whose logits are computed later, and the state in which the model made the call."""
+    """A lazy head's call with logits that are computed later, and the state in which the model made the call."""
 
     head: Any  # the lazy module
     patch: Any  # the ModelPatch of the model

@@ -89,8 +89,8 @@ def layout_of_matrix(head: Any, hidden: Tensor, autocast_dtype: torch.dtype | No
 def product_dtypes(
     head: Any, hidden_dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> tuple[list[torch.dtype], torch.dtype | None]:
-    """Returns a list with the dtypes of hidden states and of the weight in the head's product, and the dtype to which
-    FSDP casts the product (None without a cast)."""
+    """Returns a list with the dtypes of hidden states and of the weight in the head's product. Returns also the dtype
+    to which FSDP casts the product, None without a cast."""
     precision_policy = None
     if hasattr(type(head), "_get_fsdp_state"):  # of FSDP2
         precision_policy = getattr(head._get_fsdp_state(), "_mp_policy", None)

@@ -86,8 +86,8 @@ class LazyHead:
 
     def run_inside(self, function: Callable[..., Any], hidden: Tensor, has_run_hooks: bool) -> Any:
         """Calls the head with ``function(head, hidden, head_forward)`` in place of the head's forward; returns the
-        function's result. Hooks of the head gather the parameters before. ``has_run_hooks``: the pre-hooks have run on
-        ``hidden`` already, and do not run again."""
+        function's result. Hooks of the head gather the parameters before ``function`` runs. ``has_run_hooks``: the
+        pre-hooks have run on ``hidden`` already, and do not run again."""
         call_head = self.forward if has_run_hooks else self.module_call
         if torch.compiler.is_compiling():  # FSDP's hooks are outside of graphs
             return call_head(hidden, chunked_head_function=function)

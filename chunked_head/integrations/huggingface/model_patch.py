@@ -232,7 +232,7 @@ class ModelPatch:
 
     def report_training_loss(self, description: str) -> None:
         """Reports a training step's loss that is made outside of the forward, with remedies: RuntimeError if the patch
-        has a loss or metrics, which have no effect on it, else a warning. ``description``: how the loss is made."""
+        has a loss or metrics, which have no effect then, else a warning. ``description``: how the loss is made."""
         argument = self.loss_argument
         if argument:
             remedy_by_labels = (

@@ -79,7 +79,7 @@ def patch_model(
             ``skip_ignored``, ``deterministic``, ``precision``, ``backend`` of ``linear_cross_entropy``.
 
     Returns:
-        ``model`` itself. ``model.chunked_head`` is the report; with PEFT, it is on the model inside of PEFT's. A second
+        ``model`` itself. ``model.chunked_head`` is the report; PEFT's inner model holds the report. A second
         call changes the options; ``unpatch_model`` undoes the patch. A model whose head is not understood stays as it
         is, with a warning that says why (an error if ``loss`` or ``metrics`` were given).
 
