@@ -51,17 +51,17 @@ def check_operands(rows: Tensor, weight: Tensor | None, target: Tensor | None, b
             check_shape("bias", bias, bias.shape == weight.shape[:1], f"({weight.shape[0]},), one per class")
     if target is not None:
         check_ids("target", target)
-        leading = tuple(rows.shape[:-1])
-        if target.shape != leading:
+        leading_shape = tuple(rows.shape[:-1])
+        if target.shape != leading_shape:
             remedy = target_remedy(rows, weight, target)
-            check_shape("target", target, False, f"{leading}, the leading shape of {rows_name}", remedy)
+            check_shape("target", target, False, f"{leading_shape}, the leading shape of {rows_name}", remedy)
     for argument, tensor in tensors.items():
         check_device(argument, tensor, rows.device, rows_name)
     return matmul_dtype({name: tensor for name, tensor in tensors.items() if tensor is not None and name != "target"})
 
 
 def weight_remedy(rows: Tensor, weight: Tensor) -> str:
-    """The remedy in the error for a weight whose number of columns differs from that of the hidden states."""
+    """The remedy in the error for a weight and hidden states with different numbers of columns."""
     if 0 in weight.shape or rows.shape[-1] != weight.shape[0]:
         return "if a sharding framework left an empty or partial weight, gather it first"
     remedies = [
@@ -79,7 +79,7 @@ def are_swapped(rows: Tensor, weight: Tensor, target: Tensor | None) -> bool:
 
 
 def target_remedy(rows: Tensor, weight: Tensor | None, target: Tensor) -> str:
-    """The remedy in the error for targets whose shape is not the leading shape of hidden states or logits."""
+    """The remedy in the error for targets whose shape differs from ``rows.shape[:-1]``."""
     rows_name, leading, shape = "logits" if weight is None else "hidden", tuple(rows.shape[:-1]), tuple(target.shape)
     if weight is not None and are_swapped(rows, weight, target):
         return SWAPPED
@@ -129,7 +129,7 @@ def check_ids(argument: str, target: Tensor) -> None:
 def check_weights(
     argument: str, weights: Any, shape: tuple[int, ...] | None = None, device: torch.device | None = None
 ) -> None:
-    """Checks the type of class weights or token weights. Checks their shape and device where these are not None."""
+    """Checks the type of class weights or token weights. A ``shape`` or ``device`` of None is not checked."""
     check_tensor(argument, weights, optional=False)
     if shape is not None:
         check_shape(argument, weights, weights.shape == shape, f"{shape}", "nothing is broadcast")
@@ -221,8 +221,8 @@ def check_int(argument: str, value: int, least: int | None = None) -> None:
 
 
 def check_factor(argument: str, value: float | Tensor | None, device: torch.device | None = None) -> None:
-    """Checks a normalizer, a coefficient or an upstream gradient: None, a number, or a 0-d tensor. The tensor must be
-    on ``device``; None: on any device."""
+    """Checks a normalizer, a coefficient or an upstream gradient: None, a number, or a 0-d tensor on ``device``. If
+    ``device`` is None, the tensor may be on any device."""
     if value is None:
         return
     if isinstance(value, Tensor):
@@ -247,9 +247,9 @@ def name(dtype: torch.dtype) -> str:
 def number(
     owner: str | None, argument: str, value: Any, least: float = -INFINITY, most: float = INFINITY, open_: bool = False
 ) -> float:
-    """Returns ``value`` as a float. TypeError if it is no number; ValueError if it is infinite or outside of ``[least,
-    most]``, with ``open_`` of ``(least, most]``. ``owner``: in the error, the name of the function that has the
-    argument; None for an option of calls."""
+    """Returns ``value`` as a float. TypeError if it is no number; ValueError if it is infinite, below ``least`` or
+    above ``most``. With ``open_``, ``least`` itself raises too. ``owner``: in the error, the name of the function that
+    has the argument; None for an option of calls."""
     is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
     if is_number and least <= value <= most and not (open_ and value == least) and -INFINITY < value < INFINITY:
         return float(value)
@@ -310,7 +310,7 @@ REMEDIES_BY_OPTION = {
 
 def answer_names(module: str, hints: Mapping[str, str]) -> None:
     """Gives a module a ``__getattr__`` that raises AttributeError for a missing name, with a remedy or a similar name.
-    ``hints``: by remedy, names of other libraries, separated by spaces, in small letters without ``_``."""
+    ``hints``: for each remedy the missing names that get it, separated by spaces, in small letters without ``_``."""
     package, remedies = sys.modules[module], {name: remedy for remedy, names in hints.items() for name in names.split()}
 
     def raise_for(name: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """The library's sums over the vocabulary: divergences of the student's softmax p and a dense teacher's q.
 
-The function NAME_terms of ``log p`` and ``log q`` returns f, the term of a sum, and its slope ``df / d log p``. Any
-multiple of p may be added to the slope. ``kernels/common/sums.py`` has the same functions in Triton. A probability of 0
-adds 0 to a sum, even if a logarithm is infinite; a probability of nan makes the sum nan.
+A function NAME_terms takes ``log p`` and ``log q``. It returns f, whose sum is the divergence, and the slope of f by
+``log p``, up to a multiple of p. ``kernels/common/sums.py`` has the same functions in Triton. A probability of 0 adds 0
+to a sum, even if a logarithm is infinite; a probability of nan makes the sum nan.
 """
 
 import math
@@ -56,8 +56,8 @@ def tvd_gradient(log_p: Tensor, log_q: Tensor, total: Tensor) -> Tensor:
     Rounded probabilities do not add up to exactly 1, so 1 is subtracted from each sign before the sum. For p above 3/4
     the sum decides the sign, as in the kernels."""
     p, q, sum_below = log_p.exp(), log_q.exp(), -2 * total
-    by_sum = torch.where(sum_below < 1 - p / 2, 0.0, torch.where(sum_below > 1 + p / 2, 2 * p, p))
-    return (p * sum_below - torch.where(p > 0.75, by_sum, below_q(p, q))) / 2
+    below_q_by_sum = torch.where(sum_below < 1 - p / 2, 0.0, torch.where(sum_below > 1 + p / 2, 2 * p, p))
+    return (p * sum_below - torch.where(p > 0.75, below_q_by_sum, below_q(p, q))) / 2
 
 
 def overlap_terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:

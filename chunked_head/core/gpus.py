@@ -1,8 +1,8 @@
 """The table of GPU architectures: abilities, and the tiles of our matmuls. No other file asks a device for its
 architecture. Needs no Triton.
 
-An unlisted NVIDIA GPU gets the row of its generation's newest listed architecture that is older. Other devices, and
-GPUs before sm_80, have no row: BLAS makes fp32 logits there.
+An unlisted NVIDIA GPU gets the row of the newest older architecture of its generation. Other devices, and GPUs before
+sm_80, have no row: BLAS makes fp32 logits there.
 """
 
 import functools
@@ -57,7 +57,7 @@ class Gpu(NamedTuple):
 
 
 def hopper(name: str, shared_bytes: int, multiprocessors: int) -> Gpu:
-    """A row for Hopper: operands by the tensor copy engine, accumulators in registers, 227 KB of shared memory."""
+    """A row for Hopper: the tensor copy engine loads operands; accumulators are in registers."""
     few_rows = Tile(block_m=64, warps=4, stages=4)
     logits, product = Tile(e4m3_stages=4), Tile()
     own_products: dict[str, Any] = {"own_dhidden": True, "own_dweight_rows": (512, 1024)}
@@ -67,8 +67,8 @@ def hopper(name: str, shared_bytes: int, multiprocessors: int) -> Gpu:
 
 
 def blackwell(name: str, shared_bytes: int, multiprocessors: int) -> Gpu:
-    """A row for Blackwell: operands by the tensor copy engine, accumulators in tensor memory. Tiles have 128 columns,
-    since 256 would not fit in registers. sm_120 lacks the engine and tensor memory, and has a row of ``ampere``."""
+    """A row for Blackwell: the tensor copy engine loads operands; accumulators are in tensor memory. Tiles have 128
+    columns, since 256 would not fit in registers. sm_120 lacks both, and has a row of ``ampere``."""
     logits = Tile(block_n=128, warps=4, per_multiprocessor=2)
     return Gpu(name, shared_bytes, multiprocessors, logits, product=Tile(), fp8=True)
 
@@ -160,15 +160,15 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def newest(major: int, minor: int) -> Gpu | None:
-    """The row of the newest listed architecture of the generation ``major`` up to ``major.minor``; None if no listed
-    architecture of the generation is as old."""
-    older_names = [f"sm_{major}{i}" for i in range(minor, -1, -1)]
-    return next((GPUS[name] for name in older_names if name in GPUS), None)
+    """The row of the newest listed architecture of the generation ``major`` up to ``major.minor``; None if the table
+    has no such row."""
+    names_newest_first = [f"sm_{major}{i}" for i in range(minor, -1, -1)]
+    return next((GPUS[name] for name in names_newest_first if name in GPUS), None)
 
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """The number of a device's multiprocessors: without a GPU the number in ``gpu_of``'s row, 0 without a row."""
+    """The number of a device's multiprocessors; without a GPU, of the row ``gpu_of(device)``; without a row, 0."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).multi_processor_count
     gpu = gpu_of(device)
@@ -183,7 +183,7 @@ def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> in
 
 
 class DhiddenSplit(NamedTuple):
-    """How dhidden's product cuts the tiles of the last turn into parts over the vocabulary."""
+    """How dhidden's product cuts the tiles of its last, incomplete turn into parts over the vocabulary."""
 
     pieces: int = 1  # number of parts of each tile
     units: int = 0  # number of parts of all cut tiles, whose partial sums need memory

@@ -36,7 +36,7 @@ class Cache(Generic[Key, Value]):
 
     def get_or_make(self, key: Key, make: Callable[[], Value]) -> Value:
         """Returns the value of a key, and first adds ``make()`` if there is none. ``make`` runs without the lock, since
-        it may take seconds and may use this cache. If two threads call ``make`` for one key at a time, both get
+        it may take seconds and may use this cache. If two threads call ``make`` for one key at the same time, both get
         the value that is added first."""
         entry = self._entries.get(key)
         if entry is None:

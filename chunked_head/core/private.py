@@ -79,7 +79,7 @@ def in_own_thread(function: Callable[[], Result]) -> Result:
 
 def is_traced() -> bool:
     """True while torch.compile traces and inside of a transform of torch.func, where tensors may have no values. Also
-    True if torch lacks the name that tells."""
+    True if torch lacks the private name of this check."""
     if torch.compiler.is_compiling():
         return True
     transforms_active = private("_C._are_functorch_transforms_active")
@@ -87,8 +87,8 @@ def is_traced() -> bool:
 
 
 def breaks_graph(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates a function that runs outside of graphs, as ``torch.compiler.disable`` does, but imports the compiler
-    only while a graph is traced."""
+    """Decorates a function to run outside of graphs, like ``torch.compiler.disable``. The compiler is imported only
+    while a graph is traced."""
 
     @functools.wraps(function)
     def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -68,8 +68,8 @@ PLAIN = Transform()
 
 
 class Stored(NamedTuple):
-    """Logits in a buffer, raw or relative. Raw logits still lack bias and transform. Relative logits have both: they
-    are ``(x - offset) / log(2)`` in fp16, for logits x of a strip of columns."""
+    """Logits in a buffer, raw or relative. Raw logits still lack bias and transform. For logits x after both, relative
+    logits are ``(x - offset) / log(2)`` in fp16, with an offset for each row of a strip of columns."""
 
     logits: torch.Tensor  # [rows, columns], columns contiguous
     offset: torch.Tensor | None  # [strips, rows] fp32 of relative logits; None: logits are raw
@@ -84,7 +84,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Statistic:
-    """A statistic of each row of logits ``x`` beside its softmax, in vectors [rows]: its functions in PyTorch. Jit
+    """A statistic, vectors [rows], of rows of logits ``x`` beside their softmax: the functions in PyTorch. Jit
     functions NAME_add_piece and so on are in ``kernels/statistics``. Statistics of equal name and width are equal.
 
     A statistic with a ``width`` is a list of logits. Its first vector [rows, width] holds the logits of ``width``

@@ -25,7 +25,7 @@ def entropy_of_rows(block: RowBlock) -> tuple[Tensor, ...]:
 
 
 def entropy_of_pieces(vectors: Sequence[Tensor], p: Tensor, log_p: Tensor) -> tuple[Tensor, ...]:
-    """The entropy of each row, ``sum_r p_r (entropy_r - log p_r)`` over its pieces r."""
+    """The entropy of each row, ``sum_r p_r (entropy_r - log p_r)`` over pieces r of probability p_r."""
     return (torch.where(p > 0, p * (vectors[0] - log_p), 0.0).sum(0),)
 
 

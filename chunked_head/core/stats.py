@@ -60,8 +60,8 @@ class Demand(NamedTuple):
         return sum(statistic.width for statistic in self.lists if not statistic.ids)
 
     def of_columns(self, columns: int | None) -> "Demand":
-        """The demand of a rank with ``columns`` columns of the vocabulary. For None the demand is equal on all ranks:
-        it has no numbers of columns."""
+        """The demand of a rank with ``columns`` columns of the vocabulary. ``columns=None``: without numbers of
+        columns, which makes the demand equal on all ranks."""
         # a view with fewer columns than the vocabulary gets the rank's number; ranks refuse a smaller teacher
         views = tuple(view if view.columns is None else view._replace(columns=columns) for view in self.views)
         pairing = None if self.pairing is None else self.pairing._replace(columns=columns or 0)
@@ -108,7 +108,7 @@ class Layout:
         id_dtype: torch.dtype | None = None,
         is_sent: bool = True,  # ranks that share the vocabulary send the vectors to each other
     ) -> None:
-        """Adds vectors of one form."""
+        """Adds vectors: [tokens], or [tokens, width] with ``width``; of ids, if ``id_dtype`` is not None."""
         for name in names:
             self.forms[name] = width, id_dtype
             if is_sent:
@@ -182,9 +182,9 @@ class RowStats(Vectors):
     ``logprob``: the target's log-probability, 0 where a row does not count. ``target_logit``: any number where a row
     does not count. ``heavy_ids`` [tokens, HEAVY] int32: heavy columns in ascending order, then -1.
 
-    ``by_name`` has vectors without an attribute: of ``Demand.statistics``; of ``Demand.lists``, [tokens, K]; of a
-    second view, with its ``SUFFIX``; of a teacher, ``teacher_...``; of ``Demand.sums``, ``sum0``, ``sum0_total`` and so
-    on."""
+    ``by_name`` has vectors without an attribute: for ``Demand.statistics``; for ``Demand.lists`` [tokens, K]; for a
+    second view, named with its ``SUFFIX``; for a teacher, named ``teacher_...``; for ``Demand.sums``, named ``sum0``,
+    ``sum0_total`` and so on."""
 
     lse: Tensor
     lse_base: Tensor
@@ -238,8 +238,8 @@ class Coefficients(Vectors):
 def at_targets(values: Tensor, leading_shape: Sequence[int], shift: int) -> Tensor:
     """Moves each row's value by ``shift`` positions, to the position of the target that the row predicts.
 
-    ``values``: [rows, ...], of positions in ``leading_shape``. Returns [*leading_shape, ...], 0 at positions that no
-    row predicts. Autograd differentiates the result."""
+    ``values`` [rows, ...]: a value for each position of ``leading_shape``, in order. Returns [*leading_shape, ...], 0
+    at positions that no row predicts. Autograd differentiates the result."""
     if len(leading_shape) == 1 and not shift:
         return values
     values = values.reshape((*leading_shape, *values.shape[1:]))

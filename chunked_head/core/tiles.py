@@ -79,5 +79,5 @@ class Tile(NamedTuple):
 def row_block(columns: int) -> tuple[int, int]:
     """For kernels with one program per row: returns the number of columns that a program reads at a time, and the
     number of its warps."""
-    block = min(power_of_2(columns), 1024 if INTERPRETED else 8192)
-    return max(block, 128), 4 if block < 2048 else 16
+    block_columns = min(power_of_2(columns), 1024 if INTERPRETED else 8192)
+    return max(block_columns, 128), 4 if block_columns < 2048 else 16

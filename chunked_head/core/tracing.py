@@ -49,12 +49,12 @@ def traced(function: Callable[[list[Tensor]], list[Tensor]], samples: list[Tenso
         from torch.fx.experimental.proxy_tensor import make_fx
     except ImportError as error:
         raise NoKernelError("this torch traces in another way") from error
-    filter_class = nan_filter()
-    if filter_class is None:
+    nan_filter_class = nan_filter()
+    if nan_filter_class is None:
         raise NoKernelError("this torch has other modes")
 
     def without_anomalies(operands: list[Tensor]) -> list[Tensor]:
-        with filter_class(None):  # another thread may switch on anomaly mode meanwhile
+        with nan_filter_class(None):  # another thread may switch on anomaly mode meanwhile
             return function(operands)
 
     return make_fx(without_anomalies, tracing_mode="fake")(samples)

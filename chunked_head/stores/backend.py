@@ -57,8 +57,8 @@ class Backend:
         return {"in_blocks": True}
 
     def quantised(self, weight: Tensor, direction: Tensor, prints: Tensor | None = None) -> Quantised:
-        """Returns a weight [rows, hidden] in e4m3 with one scale. Its ``common`` has the product of each row and
-        ``direction`` [hidden]. Writes the fingerprints of the rows to ``prints`` [rows] int32."""
+        """Returns a weight [rows, hidden] in e4m3 with one scale. ``common`` of the result has the product of each row
+        and ``direction`` [hidden]. Writes the fingerprints of the rows to ``prints`` [rows] int32."""
         out = empty_quantised(len(weight), weight.shape[1], weight.device, has_row_scales=False)
         self.quantise_(out, weight, direction, out.common, prints)
         return out

@@ -23,7 +23,7 @@ class GradientBuffer:
     written = False  # True: a part of this call's gradient may be in the buffer
 
     def __init__(self, weight: Tensor, buffer: Tensor, attribute: str | None = None):
-        """``attribute``: name of the attribute of the weight that is the buffer; None: no attribute is."""
+        """``attribute``: name of the attribute of ``weight`` that holds ``buffer``; None if no attribute does."""
         self.weight, self.buffer, self.attribute = weight, buffer, attribute
 
     @property

@@ -61,9 +61,9 @@ def product_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
     if bias is not None:
         torch.addmm(bias, hidden, weight.t(), out=out)
     elif len(weight) == 1 and not hidden.is_cuda:  # BLAS sums a product with one column in another order
-        two_columns = out.new_empty(len(hidden), 2)
-        product_of(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), None, two_columns)
-        out.copy_(two_columns[:, :1])
+        padded_out = out.new_empty(len(hidden), 2)
+        product_of(hidden, torch.nn.functional.pad(weight, (0, 0, 0, 1)), None, padded_out)
+        out.copy_(padded_out[:, :1])
     elif summed_by_blas(hidden, weight, out):
         multiply(hidden, weight.t(), out, is_first=True)
     else:
@@ -168,8 +168,8 @@ def multiply_e4m3(a: Tensor, b: Tensor, out: Tensor, unit: Tensor) -> None:
     else:
         cast_dtype = torch.bfloat16 if sums_halves(a.device) else torch.float32
         tiles = slices(a.shape[1], cast_rows(len(a) + len(b)))
-        for k in tiles:
-            blas_multiply(a[:, k].to(cast_dtype), b[:, k].to(cast_dtype).t(), out, k.start == 0)
+        for k_tile in tiles:
+            blas_multiply(a[:, k_tile].to(cast_dtype), b[:, k_tile].to(cast_dtype).t(), out, k_tile.start == 0)
         write_count = len(tiles)
     if RECORDERS and (active_recorder := recorder()) is not None:
         active_recorder.record_call(multiply_e4m3, a, b, out, unit, written_tensors=(out,) * write_count)

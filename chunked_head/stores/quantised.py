@@ -190,16 +190,16 @@ def quantise_(
 
 def fingerprints(matrix: Tensor) -> Tensor:
     """Returns the fingerprints [rows] int32 of a 16-bit matrix, which ``kernels/e4m3/quantise.py`` defines."""
-    factor = torch.arange(matrix.shape[1], device=matrix.device) * 2654435769 & WORD_MASK
-    factor = (factor ^ (factor >> 15)) * 2246822519 & WORD_MASK
-    total = (matrix.view(torch.int16).long() * (factor ^ (factor >> 13) | 1)).sum(1) & WORD_MASK
-    return (total - (total >> 31 << 32)).int()
+    column_factors = torch.arange(matrix.shape[1], device=matrix.device) * 2654435769 & WORD_MASK
+    column_factors = (column_factors ^ (column_factors >> 15)) * 2246822519 & WORD_MASK
+    row_sums = (matrix.view(torch.int16).long() * (column_factors ^ (column_factors >> 13) | 1)).sum(1) & WORD_MASK
+    return (row_sums - (row_sums >> 31 << 32)).int()
 
 
 def divisor_of(weight: Tensor) -> Tensor:
     """Returns the power of 2 [] that divides a weight before it is rounded. The longest of a few rows gets a root mean
     square of 2 to 4; less if the weight's largest number would else exceed e4m3's."""
-    sample = torch.stack([weight[i * len(weight) // SAMPLED_ROWS] for i in range(SAMPLED_ROWS)]).float()
-    mean_square = sample.square().mean(1).amax().clamp(min=LEAST_SCALE)
+    sampled_rows = torch.stack([weight[i * len(weight) // SAMPLED_ROWS] for i in range(SAMPLED_ROWS)]).float()
+    mean_square = sampled_rows.square().mean(1).amax().clamp(min=LEAST_SCALE)
     divisor, largest = (0.5 * mean_square.log2()).floor().sub(1.0).exp2(), torch.linalg.vector_norm(weight, math.inf)
     return divisor * (largest / divisor / LARGEST_E4M3).clamp(min=1.0).log2().ceil().exp2()

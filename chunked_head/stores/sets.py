@@ -21,10 +21,10 @@ EMPTY_ROW = {name + end: value for name, value in (("lse_base", torch.inf), ("ne
 
 
 class SetStore(Store):
-    """The store of the logits [n] fp32 (fp64) of sets' entries. Its constructor makes them for all rows of a call.
+    """The store of the logits [n] fp32 (fp64) of sets' entries. The constructor makes all logits of a call.
 
-    If every row that counts has a set, methods write 0 for rows without a set. Else another store has these rows, and
-    methods leave their statistics and gradients unchanged.
+    If every row that counts has a set, methods write 0 for rows without a set. Else another store has the rows without
+    a set, and methods leave these rows' statistics and gradients unchanged.
     """
 
     name = "kept"

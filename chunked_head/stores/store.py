@@ -51,7 +51,7 @@ def vectors_of(names: SoftmaxVectors[str], by_name: Mapping[str, Vector]) -> Sof
 
 
 def ratio_of(ratio: float) -> float | None:
-    """Returns ``ratio``, or None for 1, as kernels take it."""
+    """Returns the argument ``ratio`` of kernels: None for 1, else ``ratio``."""
     return None if ratio == 1.0 else float(ratio)
 
 
@@ -232,7 +232,7 @@ class MatmulStore(Store):
         about 64, so that dlogits fit fp16.
 
         Probabilities of 1 / 128K are then normal numbers of fp16, and a coefficient's factor, such as log p, may be up
-        to 1000 before a gradient overflows. The divisor is 1 if a gradient is nan or infinite: others stay finite.
+        to 1000 before a gradient overflows. The divisor is 1 if a gradient is nan or infinite: the rest stay finite.
         """
         largest_by_vector = [value.abs().view(len(value), -1).amax(1) for value in coefficients.by_name.values()]
         largest_by_row = torch.stack(largest_by_vector).amax(0) * abs(self.head.logit_scale)

@@ -227,9 +227,9 @@ def row_grad(
         log_q = None if teacher is None else teacher_logprobs(teacher, rows, teacher.columns)
         for term in sums:
             log_p = log_p_by_view[term.view]
-            second_log = log_q if term.function.is_paired and log_q is not None else log_p
-            sum_columns = second_log.shape[1]
-            gradient[:, :sum_columns] += sum_term(log_p[:, :sum_columns], second_log, term, rows)
+            log_q_or_p = log_q if term.function.is_paired and log_q is not None else log_p
+            sum_columns = log_q_or_p.shape[1]
+            gradient[:, :sum_columns] += sum_term(log_p[:, :sum_columns], log_q_or_p, term, rows)
         gradient.mul_(slope(x, row_transform))
         # the gradient at the target and at a row's own columns, from exact logits: a tile's logits are rounded
         entry_terms = [] if row_terms.beta is None else [(row_terms.target, -row_terms.beta, row_terms.target_logit)]
@@ -382,7 +382,7 @@ def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
 
 
 def transform_(stored: Stored) -> Stored:
-    """Applies bias, scale and cap to stored raw logits in place. Returns a record of the logits without these."""
+    """Applies bias, scale and cap to stored raw logits in place. Returns a record that has the logits only."""
     for rows in row_blocks(stored.logits):
         stored.logits[rows] = logits_of(stored, rows, stored.logits.shape[1])
     return Stored(stored.logits, None)

@@ -46,17 +46,17 @@ class RelativeStore(HalfStore):
             yield from teacher_buffers(sizes, rows, last)
         strip_count = gpu.strips_of(sizes.vocab, relative=stores_logits and cls.name == "relative")
         # per strip and row: an offset, and for each softmax a sum of exponentials and its statistics' numbers
-        numbers = 1 + sum(1 + sum(len(s.vectors) for s in statistics) for statistics in demand.statistics)
-        yield Buffer("statistics of strips", (rows, strip_count, numbers), torch.float32, SWEEP, last)
+        numbers_per_strip = 1 + sum(1 + sum(len(s.vectors) for s in statistics) for statistics in demand.statistics)
+        yield Buffer("statistics of strips", (rows, strip_count, numbers_per_strip), torch.float32, SWEEP, last)
         if last < LOOP:
             return
         yield from FrequentRows.buffers(sizes, rows)
         part_elements = dhidden_part_elements(sizes, rows)
-        if part_elements > (numbers - 1) * strip_count * strip_rows(rows):  # else the parts lie in the strips' memory
+        if part_elements > (numbers_per_strip - 1) * strip_count * strip_rows(rows):  # else in the strips' memory
             yield Buffer("gradient of hidden, parts", (part_elements,), torch.float32, LOOP, LOOP)
         if sizes.teacher_last and pairing is not None:
-            shape = rows, len(demand.sums), cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
-            yield Buffer("teacher's sums of strips", shape, torch.float32, LOOP, LOOP)
+            teacher_sums_shape = rows, len(demand.sums), cdiv(sizes.vocab, RELATIVE_STRIP * STRIPS_AT_ONCE)
+            yield Buffer("teacher's sums of strips", teacher_sums_shape, torch.float32, LOOP, LOOP)
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         super().__init__(backend, head, plan, all_rows, tiled)
@@ -120,8 +120,8 @@ class RelativeStore(HalfStore):
         )  # fmt: skip
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
-        """Merges the statistics of strips into statistics of rows. Before, with e4m3 operands, it replaces the logits
-        of heavy ids by exact ones."""
+        """Merges the statistics of strips into statistics of rows. With e4m3 operands, first replaces the logits of
+        heavy ids by exact logits."""
         head = self.head
         if out.heavy_ids is not None and out.heavy_logits is not None:
             statistics.mend_heavy(
@@ -229,7 +229,7 @@ class RelativeStore(HalfStore):
 
 
 def dhidden_part_elements(sizes: Sizes, rows: int) -> int:
-    """Returns the number of fp32 elements of dhidden's scratch memory: parts of the sums of its tiles; or, if BLAS
+    """Returns the number of fp32 elements of dhidden's scratch memory: partial sums of tiles of dhidden; or, if BLAS
     multiplies exponentials, the product [rows, hidden]."""
     if sizes.gpu is None or not sizes.hidden_grad:
         return 0

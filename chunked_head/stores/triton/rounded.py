@@ -88,16 +88,16 @@ class RoundedGradients:
             self.row_max, hidden, mean, stats.heavy_ids, stats.heavy_logits, strips, strip_width, level, rows.target,
             stats.target_logit, factors, fp8.weight.scale, counted,
         )  # fmt: skip
-        padded_rows, out, transposed, block_sums = padded_e4m3(row_count), None, None, None
+        padded_rows, e4m3_exp, exp_transpose, block_sums = padded_e4m3(row_count), None, None, None
         if self.sizes.hidden_grad:
-            out = self.exp[:row_count]
+            e4m3_exp = self.exp[:row_count]
         if mean is not None:
             block_sums, self.mean_term = self.column_sums[: cdiv(padded_rows, E4M3_ROWS)], (self.column_sums[-1], mean)
-            transposed = self.transposed_exp[: self.columns * padded_rows].view(self.columns, padded_rows)
-            states = self.transposed_hidden[: self.sizes.hidden * padded_rows].view(self.sizes.hidden, padded_rows)
-            self.operands = Quantised(transposed[: self.sizes.vocab], self.scale), Quantised(states, self.scale)
+            exp_transpose = self.transposed_exp[: self.columns * padded_rows].view(self.columns, padded_rows)
+            e4m3_states = self.transposed_hidden[: self.sizes.hidden * padded_rows].view(self.sizes.hidden, padded_rows)
+            self.operands = Quantised(exp_transpose[: self.sizes.vocab], self.scale), Quantised(e4m3_states, self.scale)
             e4m3.transposed_rows(self.operands[1], rows.hidden, mean, self.hidden_factor, self.row_max, counted)
-        e4m3.both_orders(out, transposed, exp, self.divisor, self.hidden_factor, block_sums, counted)
+        e4m3.both_orders(e4m3_exp, exp_transpose, exp, self.divisor, self.hidden_factor, block_sums, counted)
         if block_sums is not None:
             sum_rows(block_sums, self.column_sums[-1])
 
@@ -107,8 +107,8 @@ class RoundedGradients:
         """Writes the gradient of a chunk's hidden states to ``out``. ``product`` [rows, hidden] fp32: scratch for the
         dense part."""
         assert self.head.fp8 is not None and self.head.fp8.transposed is not None
-        weight, unit = self.head.fp8.transposed[:2]
-        multiply_e4m3(self.exp[: len(out)], weight, product, unit)
+        weight, unit_scale = self.head.fp8.transposed[:2]
+        multiply_e4m3(self.exp[: len(out)], weight, product, unit_scale)
         sparse_part = self.sparse_ids[rows.tokens], self.sparse_dlogits[rows.tokens]
         products.finish_with_sparse(out, product, self.head.weight, rows.target, softmax_factor, *sparse_part, counted)
 

@@ -110,8 +110,8 @@ class HalfStore(MatmulStore):
             self.e4m3_hidden = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, has_row_scales=True)
 
     def operands(self, rows: Rows, head: Head, is_new: bool) -> tuple[Matrix, Matrix]:
-        """Returns the operands of the product that makes the logits. ``is_new``: False if the latest call had the same
-        rows, so that their e4m3 numbers exist."""
+        """Returns the operands of the product that makes the logits. ``is_new``: False if the latest call of this
+        method had the same rows, whose e4m3 numbers are then kept."""
         if head.fp8 is None:
             return rows.hidden, head.weight
         row_count = rows.target.shape[0]
