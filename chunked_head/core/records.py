@@ -205,7 +205,7 @@ class SumFunction:
 
 
 class VocabularySum(NamedTuple):
-    """A sum over the vocabulary that a loss or metric reads, and from ``Demand.sums`` on its softmax."""
+    """A sum over the vocabulary that a loss or metric reads. Elements of ``Demand.sums`` also have the sum's view."""
 
     function: SumFunction
     numbers: tuple[float, ...] = ()  # arguments of the function

@@ -191,7 +191,7 @@ class RelativeStore(HalfStore):
         return self.sorted_targets(self.all_rows.targets)
 
     def sorted_targets(self, target: Tensor) -> products.SortedColumns:
-        """Sorts targets [rows] by their column, with -1 in the place of a column of another rank."""
+        """Sorts targets [rows] by their column, with -1 for a column of another rank."""
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
         # with occurrences, a token's exponentials depend on other tokens, which "deterministic" forbids

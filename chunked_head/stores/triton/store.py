@@ -23,7 +23,7 @@ from ..store import MatmulStore, heavy_columns, own_columns, terms_of, transform
 
 TMA_BYTES = 16  # alignment of rows for tensor descriptors
 FREQUENT_TOKENS = 32  # least number of tokens of a frequent id; more if there would be more than MOST_FREQUENT such ids
-MOST_FREQUENT = 512
+MOST_FREQUENT = 512  # most ids that may count as frequent
 
 
 def counted_of(rows: Rows) -> CountedRows:
@@ -43,7 +43,7 @@ def is_aligned(out: Tensor) -> bool:
 
 
 class FrequentRows:
-    """Rows of the weight's gradient of frequent ids, the targets of many tokens, summed over chunks in float32.
+    """The rows of frequent ids in the weight's gradient, which add up over chunks in float32.
 
     The terms of a frequent id nearly cancel. A 16-bit sum rounds the remainder twice in every chunk, since cuBLAS
     rounds a product before the addition. On Zipf-distributed ids the error was 2.3e-3 with two chunks, 1.7e-3 with one.
