@@ -412,7 +412,8 @@ def slope(x: Tensor, transform: Transform) -> Tensor | float:
 
 def row_blocks(logits: Tensor) -> list[slice]:
     """Returns slices of rows, each of about ``TILE_ELEMENTS`` logits."""
-    return slices(len(logits), max(1, TILE_ELEMENTS // max(1, logits.shape[1])))
+    num_rows, block = len(logits), max(1, TILE_ELEMENTS // max(1, logits.shape[1]))
+    return [slice(start, min(start + block, num_rows)) for start in range(0, num_rows, block)]
 
 
 def of_rows(record: Any, rows: slice | Tensor) -> Any:
