@@ -197,8 +197,8 @@ def unit_mask(unit: str, batch: Batch) -> Tensor:
 
 
 def share_mask(unit: str, batch: Batch) -> Tensor:
-    """The part of ``unit_mask`` whose values this rank adds to the loss. Where ranks hold different tokens, a segment
-    or pair is True on a single rank."""
+    """A mask of the tokens, segments or pairs (``unit``) that count and whose values this rank adds to the loss. Where
+    ranks hold different tokens, a segment or pair is True on a single rank."""
     if unit == "token":
         return batch.mask
     is_counted = unit_mask(unit, batch)

@@ -264,7 +264,7 @@ class HeadWork(LocalWork):
         return Gradients(hidden, weight, bias, buffer, sizes.padding, over_ranks)
 
     def row_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
-        """[tokens] the factors of this rank's rows of hidden's gradient, in the caller's order."""
+        """Returns a factor for each row of hidden's gradient on this rank [tokens], rows in the caller's order."""
         factors = self.objective.token_factors(stats, upstream)
         if self.packing is not None:
             factors = self.packing.unpack(factors)

@@ -33,8 +33,8 @@ LOGPROBS = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """A permutation of a call's rows: those that count come first, in the caller's order; or segments stand in the
-    order of chunks.
+    """An order of a call's rows. Either rows that count come first, in the caller's order, and other rows may be left
+    out; or whole segments stand in the order in which chunks take them.
 
     Chunks gather hidden states by ``order``; the gradient of hidden states is put back into the caller's order at the
     end of a pass. Matmuls run over all rows of ``order``, or over the first ``count`` rows, a number that only the

@@ -117,11 +117,11 @@ def dense(
     teacher_options: Mapping[str, Any],  # the user's ``TeacherOptions``
     beta: float | None = None,  # weight of the teacher in the JSD
     function: Callable[..., Tensor] = _sum_of,  # (stats, batch, factor, **options) -> values [n]
-    options: dict[str, Any] | None = None,  # None: the names of the statistics
+    options: dict[str, Any] | None = None,  # of ``function``; None: {"statistics": statistics}
     sums: Mapping[str, VocabularySum] | None = None,  # sums over the vocabulary, by the name of the statistic
 ) -> Losses:
-    """A loss of a dense teacher. The default ``function`` adds up the statistics. With ``t_squared`` it multiplies the
-    sum by ``temperature ** 2``. TypeError or ValueError for wrong options."""
+    """A loss of a dense teacher. The default ``function`` adds up the statistics and multiplies the sum by ``factor``:
+    ``temperature ** 2`` with the teacher's option ``t_squared``, else 1. TypeError or ValueError for wrong options."""
     refuse_unknown("losses", kind, teacher_options, TeacherOptions.__annotations__)
     loss_name, summand_options = f"losses.{kind}", dict(teacher_options)
     temperature = summand_options.pop("teacher_temperature", None)

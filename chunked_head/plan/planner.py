@@ -188,7 +188,7 @@ def of_one_row(
     budget: int,
     hidden_sum_dtype: torch.dtype | None = None,
     weight_sum_dtype: torch.dtype | None = None,
-    note: str = "",
+    note: str = "",  # the reason for the schedule, for the printed plan
 ) -> Plan:
     """A plan with chunks of one row and tiles of all columns. ``hidden_sum_dtype``, ``weight_sum_dtype``: dtypes in
     which the gradients of hidden states and weight add up; None: the dtype of the tensor itself."""

@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def weight_error(self) -> float | None:
-        """Expected relative rounding error of the weight's gradient; None if the call returns none in 16 bits."""
+        """Expected relative rounding error of the weight's gradient; None unless the call returns one in 16 bits."""
         if not self.sizes.returns_weight_grad or self.sizes.weight_dtype not in ROUNDING_ERROR:
             return None
         rounding_count = 1

@@ -46,8 +46,8 @@ def dweight_kernel(
     hidden_desc,  # [rows, hidden], block [BLOCK_K, BLOCK_N], 0 behind the rows that count; e4m3 [hidden, rows]; or None
     hidden_ptr,  # hidden states if there is no descriptor; else None
     scale_ptr,  # [] fp32: factor of the product of e4m3 operands; None for 16-bit operands, like the next two
-    grad_sum_ptr,  # [vocab] fp32: what multiplies hidden_mean
-    hidden_mean_ptr,  # [hidden] fp32: subtracted from e4m3 rows of hidden states
+    grad_sum_ptr,  # [vocab] fp32: factors of hidden_mean in a term that is added
+    hidden_mean_ptr,  # [hidden] fp32: was subtracted from hidden states before they were rounded to e4m3
     count_ptr,  # [] int64: rows of the call that count; None for all
     # sizes
     first_row,  # of the chunk within the call

@@ -233,7 +233,7 @@ def log_softmax(logits: VirtualLogits, dim: Any = None, _stacklevel: int = 3, dt
 
 
 def nll_loss(logprobs: VirtualLogits, *args: Any, **kwargs: Any) -> Any:
-    """Computes ``F.nll_loss`` of lazy log-probabilities, which ProphetNet calls, as the cross-entropy of the logits."""
+    """Computes ``F.nll_loss`` (as ProphetNet calls it) of lazy log-probabilities: the cross-entropy of their logits."""
     if not logprobs.steps or logprobs.steps[-1][0] != LOG_SOFTMAX:
         return NotImplemented
     logits = logprobs.with_fields(steps=logprobs.steps[:-1])

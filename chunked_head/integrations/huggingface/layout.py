@@ -161,15 +161,15 @@ def class_forward(module: nn.Module) -> Any:
 
 
 def class_name_of(head: Any) -> str:
-    """Name of the class that a head, or the module in its wrapper, had before the patch."""
+    """Name of the class that a head had before the patch; for a head in a wrapper (PEFT, FSDP), of the module inside."""
     head_class = type(unwrapped(head))
     return str(getattr(head_class, "class_before", head_class).__name__)
 
 
 @contextlib.contextmanager
 def undisturbed_state(head: Any, hidden: Tensor) -> Iterator[None]:
-    """A context for a trial's forward, with gradients disabled. Random states and the head's small buffers are restored
-    when the context ends."""
+    """A context in which the head runs on made-up rows, without gradients. Random states (also of ``hidden``'s device)
+    and the head's small buffers are restored when the context ends."""
     devices = [hidden.device] if hidden.device.type == "cuda" else []
     small_buffers = [
         buffer for buffer in head.buffers() if buffer.numel() <= MAX_RESTORED_ELEMENTS and not buffer.is_meta

@@ -45,7 +45,7 @@ def patch_model(
     loss: Losses | Function | None = None,
     *,
     metrics: Sequence[Metric] = (),
-    when: str = "labels",
+    when: str = "labels",  # forwards with lazy logits: "labels", "training" or "always"
     logits: str | None = "lazy",
     strict: bool = False,
     **head_options: Any,
