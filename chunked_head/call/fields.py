@@ -61,7 +61,7 @@ def fields_named_by(measure: Summand | Metric) -> dict[str, Field]:
 def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
     """Returns the names of the fields that losses and metrics read, and a ``Field`` for each known name. ValueError for
     a missing or unknown field. A user's function reads all fields of the batch, except for the tensors of a dense
-    teacher and, without ``num_segments``, fields of segments. It reads those fields only if it declares them."""
+    teacher and, without ``num_segments``, fields of segments. The excepted fields it reads if it declares them."""
     batch, summands = call.batch or {}, [summand for _, summand in call.losses.terms]
     roles_and_measures = [("loss", s) for s in summands] + [("metric", m) for m in call.metrics]
     field_kinds = kinds_of(measure for _, measure in roles_and_measures)

@@ -267,7 +267,7 @@ class Call(Generic[Result]):
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """Names of the outputs whose gradients the plan counts on: ``differentiable`` without ``unplanned``."""
+        """Names of the outputs whose gradients the plan provides for: ``differentiable`` without ``unplanned``."""
         return tuple([name for name in self.differentiable if name not in self.unplanned])
 
     @functools.cached_property

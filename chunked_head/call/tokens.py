@@ -287,8 +287,9 @@ def rows_of_field(
 def columns_of_teacher(
     fields: Mapping[str, Tensor], targets: Tensor, vocab: int, checks: RangeChecks
 ) -> dict[str, Tensor]:
-    """Returns two fields by name: ``teacher_ids`` [tokens, K], with -1 for ids that do not count; and, only if the
-    batch has a teacher's log-probabilities, ``teacher_entries`` [tokens, K] bool, true where an id counts."""
+    """Returns two fields by name: ``teacher_ids`` [tokens, K], -1 for padding, masked ids and tokens that do not count;
+    and, only if the batch has a teacher's log-probabilities, ``teacher_entries`` [tokens, K] bool: true for the other
+    ids, but for repeats of an id in a row (``counted_entries``)."""
     ids, logprobs = fields["teacher_ids"], fields.get("teacher_logprobs")
     is_valid = (targets >= 0)[:, None]
     if logprobs is not None:

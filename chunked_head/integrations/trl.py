@@ -226,8 +226,9 @@ def run_inner_graph(
     bias: Tensor | None,
     run_with_loss: RunWithLossFunction | None = None,
 ) -> OutputTuple:
-    """Returns ``run(hidden, weight, bias)``. The result is one node of autograd's graph if ZeRO-3 shards the weight,
-    which backward has to gather again, or if ``run_with_loss`` makes the gradients of a foreseen loss."""
+    """Returns the outputs of ``run(hidden, weight, bias)``. ``run_with_loss`` also makes the loss that TRL's trainer is
+    expected to compute from them, and its gradients for backward. With it, or if ZeRO-3 shards the weight, which
+    backward has to gather again, the outputs come from one node of autograd's graph."""
     if not torch.is_grad_enabled() or (run_with_loss is None and not hasattr(weight, "ds_id")):
         return run(hidden, weight, bias)
     return InnerGraphFunction.apply(hidden, weight, bias, run, run_with_loss)

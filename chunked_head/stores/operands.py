@@ -93,7 +93,7 @@ class TeacherHead:
 
 
 class CallRows(NamedTuple):
-    """All rows of a call on hidden states."""
+    """What stores read of all rows of a call on hidden states, not only of a chunk's rows."""
 
     hidden: Tensor  # [tokens, hidden] the caller's hidden states, in the caller's order
     targets: Tensor  # [rows] int64 in the order in which rows run, -1 where a row does not count

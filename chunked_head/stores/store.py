@@ -99,8 +99,8 @@ OwnColumns = tuple[Tensor, Tensor | None, Tensor]
 
 
 def heavy_columns(stats: RowStats) -> OwnColumns | None:
-    """Returns a tuple of each row's heavy ids, None (they have no coefficients) and their exact logits. Returns None for a
-    call without fp8."""
+    """Returns a tuple of each row's heavy ids, None (they have no coefficients) and their exact logits. None instead of
+    the tuple for a call without fp8."""
     if stats.heavy_ids is None or stats.heavy_logits is None:
         return None
     return stats.heavy_ids, None, stats.heavy_logits

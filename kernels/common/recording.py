@@ -145,7 +145,7 @@ class Recorder:
         return "constants", len(self.constants) - 1, 0
 
     def pointer(self, tensor: torch.Tensor) -> Argument:
-        """Adds the tensor's address as an argument of a kernel."""
+        """Notes the tensor's place in the recording, once; returns the kernel argument that stands for its address."""
         slot_and_offset = self.place_of(tensor)[:2]
         if slot_and_offset not in self.pointers:
             self.pointers.append(slot_and_offset)

@@ -40,7 +40,7 @@ def floored(log_p):
 @triton.jit
 def below_q(
     p,
-    q,
+    q,  # probability under the other distribution
     tie_tolerance,  # relative difference up to which p and q count as equal; None for 0
 ):
     """``p (1 - sign(p - q))``: 2 p where p < q, p where p and q are equal, else 0; nan where p or q is nan."""

@@ -191,7 +191,7 @@ def rehearse(
     model: Any, patch: ModelPatch, inputs: Mapping[str, Any] | None, autocast_dtype: torch.dtype | None
 ) -> str:
     """Runs the forward of ``model``, a patched copy on the meta device, with labels. Sets ``patch.rehearsed`` to the
-    losses. Returns the text of the first error that a run raises; "" if a run raises none.
+    losses of the last run. Returns "" if that run succeeds, else the text of the first run's error.
 
     Masks among ``inputs`` are left out. A forward that raises runs again with masks of ones, then without the model's
     layers.

@@ -261,8 +261,8 @@ def statistics_operand(v: VirtualLogits) -> StatisticsOperand | None:
 
 
 def logprobs_outputs(operand: StatisticsOperand, ids: Tensor, **result_flags: bool) -> tuple[Tensor, ...]:
-    """Results of ``linear_logprobs``, computed inside of the head's call: the log-probabilities of ids, then the row
-    statistics that ``result_flags`` ask for (``lse=True``), each [...]."""
+    """Results of ``linear_logprobs``, computed in place of the head's forward: the log-probabilities of ids, then the
+    row statistics that ``result_flags`` ask for (``lse=True``), each [...]."""
     head_call = operand.logits.head_call
 
     def logprobs_inside(module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:

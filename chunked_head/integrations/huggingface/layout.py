@@ -161,7 +161,7 @@ def class_forward(module: nn.Module) -> Any:
 
 
 def class_name_of(head: Any) -> str:
-    """Name of the class that a head had before the patch; for a head in a wrapper (PEFT, FSDP), of the module inside."""
+    """Name of the class that a head had before the patch. For a wrapped head (PEFT, FSDP): of the module inside."""
     head_class = type(unwrapped(head))
     return str(getattr(head_class, "class_before", head_class).__name__)
 
