@@ -20,7 +20,7 @@ ANY: Range = (-(2**31), LARGEST)
 # least and largest of arguments by name; of others all that 32 bits hold
 SIZES: dict[str, int] = {
     # tokens of a call: each has 40 bytes of targets and statistics, and its hidden states
-    **dict.fromkeys(("rows", "tokens", "first_row", "first", "length", "shift"), 2**30),
+    **dict.fromkeys(("rows", "tokens", "first_row", "first", "line_length", "shift"), 2**30),
     # ids and columns: each has a row of the head
     **dict.fromkeys(("vocab", "columns", "columns0", "columns1", "made_columns", "first_column"), 2**30),
     **dict.fromkeys(("hidden", "width"), 2**24),
@@ -31,7 +31,7 @@ SIZES: dict[str, int] = {
     "programs": 2**20,  # of scale_kernel: eight for each multiprocessor
     "loss_rows": 2**10,  # losses of a call
 }
-LEAST = {"length": 1}  # of others 0
+LEAST = {"line_length": 1}  # of others 0
 PROGRAMS = 2**20  # as many as multiprocessors, times a few; or one for a block, which begins at a row of those above
 LINE = re.compile(r"^\s*(?:%([\w.#]+)(?::\d+)? = )?\"?([\w.]+)\"?(.*?)(?: loc\((#loc\d*)\))?$")
 PASSED = ("tt.splat", "tt.expand_dims", "tt.broadcast", "arith.extsi", "arith.trunci", "arith.index_cast", "tt.reshape",

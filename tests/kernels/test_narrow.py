@@ -23,7 +23,7 @@ HEAVY = "heavy ids of a row: at most 64; and its strips or columns that are open
 HASHES = "fingerprints of rows: sums and products modulo 2^32"
 SMALL: dict[str, tuple[str, ...]] = {
     TILES: (
-        "tiles = tiles_m * tiles_n",
+        "num_tiles = tiles_m * tiles_n",
         "group_rows = min(tiles_m - group * GROUP_M, GROUP_M)",
         "return group * GROUP_M + tile_in_group % group_rows, tile_in_group // group_rows",
         "for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), "
@@ -49,12 +49,11 @@ SMALL: dict[str, tuple[str, ...]] = {
         "row_start, column_start = tile_m * BLOCK_M + row, tile_n * BLOCK_N",
     ),
     PARTS: (
-        "num_cut = tl.maximum(tiles - num_uncut, 1)",
+        "num_cut = tl.maximum(num_tiles - num_uncut, 1)",
         "part_columns = tl.cdiv(tl.cdiv(vocab, BLOCK_K), num_parts) * BLOCK_K",
         "dhidden_kernel: return (x + (div - 1)) // div",
-        "tl.program_id(0), num_uncut + (tiles - num_uncut) * num_parts, tl.num_programs(0), "
-        "flatten=grad_desc is not None",
-        "num_uncut + tl.program_id(0), num_uncut + (tiles - num_uncut) * num_parts, tl.num_programs(0)",
+        "num_uncut + (num_tiles - num_uncut) * num_parts,",
+        "num_uncut + tl.program_id(0), num_uncut + (num_tiles - num_uncut) * num_parts, tl.num_programs(0)",
         "cut_unit = tl.maximum(unit - num_uncut, 0)",
         "tile = tl.where(is_cut, num_uncut + cut_unit % num_cut, unit)",
         "begin = tl.where(is_cut, cut_unit // num_cut * part_columns, 0)",
@@ -62,17 +61,17 @@ SMALL: dict[str, tuple[str, ...]] = {
         "unit_pointers = part_ptr + (unit - num_uncut) * (BLOCK_M * BLOCK_N)",
         "cut_tile = (unit - num_uncut) % num_cut",
         "tile_m, tile_n = tile_place(num_uncut + cut_tile, tiles_m, tiles_n, GROUP_M)",
-        "part_pointers = part_ptr + (part * num_cut + cut_tile) * (BLOCK_M * BLOCK_N)",
+        "part_pointers = part_ptr + (part_index * num_cut + cut_tile) * (BLOCK_M * BLOCK_N)",
     ),
     PLACES: (
         "target = tl.load(target_ptr + offs_row, mask=in_rows, other=-1).to(tl.int32) - tile_n * BLOCK_N",
         "offs = column - first_column",
-        "bound = column[:, None] + (compared_entry[None, :] < entry[:, None]).to(tl.int32)",
+        "upper_bound = column[:, None] + (compared_entry[None, :] < entry[:, None]).to(tl.int32)",
     ),
     COUNTS: (
         "counted_lanes += (is_counted & in_vocab).to(tl.int32)",
         "wrong_lanes += (is_counted & (in_vocab == 0)).to(tl.int32)",
-        "num_before += (compared_column[None, :] < bound).to(tl.int32)",
+        "num_before += (compared_column[None, :] < upper_bound).to(tl.int32)",
         "num_equal += (compared_column[None, :] == column[:, None]).to(tl.int32)",
         "add_rows_kernel: return a + b",
         "read_targets_kernel: return a + b",
@@ -86,8 +85,8 @@ SMALL: dict[str, tuple[str, ...]] = {
         "for block_start in range(0, tl.max(tl.where(is_id_entry, index_int32, -1), 0) + 1, BLOCK_COMPARED):",
     ),
     HEAVY: (
-        "slot = slots == count + (1 - found_count) * HEAVY  # nowhere",
-        "count += found_count",
+        "is_slot = slots == count + (1 - heavy_count) * HEAVY  # no slot if the column is not heavy",
+        "count += heavy_count",
         "low_count += tl.sum((log_p > least).to(tl.int32), 0)",
         "high_count += tl.sum((log_p > least + 1.0).to(tl.int32), 0)",
         "slots = first_slot + tl.arange(0, 4)",
