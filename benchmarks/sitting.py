@@ -42,11 +42,11 @@ PARTS = {
     "small-flat": Part("head-small-flat-cuda.json", 5.0, f"head {_SMALL} --data flat --errors"),
     "losses": Part("losses-cuda.json", 7.5, f"losses {_LARGE} {_SMALL} --rounds 3 --no-memory"),
     "speed": Part("speed-cuda.json", 6.7, "speed --rows default into half-skipped 256MiB loss --rounds 3"),
-    "fp8": Part("fp8-cuda.json", 4.0, "fp8 --no-training"),
+    "fp8": Part("fp8-cuda.json", 6.0, "fp8 --no-training"),
     "fp8-training": Part("fp8-cuda-training.json", 4.0, "fp8_training"),
     "late": Part("head-cuda-late.json", 3.5, f"head --late {_LARGE} --errors --data trained"),
-    "longest-others": Part("models-longest-others-cuda.json", 3.0, f"{_LONGEST} plain liger"),
-    "longest-ours": Part("models-longest-ours-cuda.json", 2.5, f"{_LONGEST} ours"),
+    "longest-others": Part("models-longest-others-cuda.json", 4.0, f"{_LONGEST} plain liger"),
+    "longest-ours": Part("models-longest-ours-cuda.json", 4.0, f"{_LONGEST} ours"),
     "trainers": Part("frameworks-cuda.json", 2.5, "frameworks"),
     "curves": Part("model_curves-cuda.json", 2.0, "model_curves"),
     "memory": Part("memory-cuda.json", 1.5, f"memory --model llama3-8b {_FEW}"),
@@ -93,9 +93,10 @@ def run_all(names: Sequence[str], folder: Path, devices: Sequence[str]) -> list[
 
     def run_on_one(name: str) -> str:
         device = idle.get()
-        text = run(name, folder, [device])
-        idle.put(device)
-        return text
+        try:
+            return run(name, folder, [device])
+        finally:  # an error of one part must not keep the others waiting
+            idle.put(device)
 
     with ThreadPoolExecutor(len(devices)) as pool:
         texts = list(pool.map(run_on_one, [name for name in names if PARTS[name].gpus == 1]))

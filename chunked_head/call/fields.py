@@ -16,7 +16,7 @@ from .options import Call
 
 TEMPERATURE = "temperature of each token"  # name of the field that an argument of the call becomes
 SEGMENTS_REMEDY = "; pass it with num_segments, or the lengths of all segments to linear_loss as segment_lengths"
-SEGMENT_IDS = ("segments", "documents")  # names of the fields that have a segment's id for each token
+SEGMENT_ID_FIELDS = ("segments", "documents")  # names of the fields that have a segment's id for each token
 TAKE_BATCH = ("linear_loss", "logits_loss")  # names of the functions that take fields as the mapping ``batch``
 # by field: the field whose shape it must have
 SHAPED_AS = {"candidate_bias": "kept_ids", "teacher_logprobs": "teacher_ids", "teacher_mask": "teacher_ids"}
@@ -72,7 +72,8 @@ def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
             "by fields= of losses.custom or metrics.Metric"
         )
     field_kinds[TEMPERATURE] = Field("token")
-    segment_fields = {*SEGMENT_IDS, *[field for field, kind in field_kinds.items() if kind.kind in ("segment", "pair")]}
+    segment_fields = {field for field, kind in field_kinds.items() if kind.kind in ("segment", "pair")}
+    segment_fields.update(SEGMENT_ID_FIELDS)
     field_names = [field for field in ("mask", "token_weights", TEMPERATURE, *KEPT_FIELDS) if field in batch]
     for role, measure in roles_and_measures:
         read_fields = [*measure.fields, *fields_named_by(measure)]
@@ -162,7 +163,7 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
     type_words, has_right_type = TYPES[kind.type]
     if not has_right_type(value):
         raise TypeError(f"{argument} must be {type_words}, got {name_of(value.dtype)}; cast it")
-    if num_segments is None and (kind.kind == "segment" or field in SEGMENT_IDS):
+    if num_segments is None and (kind.kind == "segment" or field in SEGMENT_ID_FIELDS):
         raise ValueError(f"{argument} needs num_segments, the number of segments of the call, an int")
     if field in KEPT_FIELDS:
         return

@@ -26,9 +26,8 @@ from ..parallel.agreement import agree
 from ..parallel.groups import TokenParallel
 from ..parallel.tokens import RankSums, add_up
 from ..plan.plans import Plan
+from .fields import SEGMENT_ID_FIELDS
 from .tokens import Tokens
-
-ID_FIELDS = ("segments", "documents")  # names of the fields that have a segment's id for each token
 
 
 def objective_of(tokens: Tokens, plan: Plan | None) -> Objective:
@@ -205,7 +204,7 @@ def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
     """Returns the tokens with counts summed over ranks; sends one message. An id out of range on one rank makes
     results nan on all ranks."""
     batch = tokens.batch
-    id_fields = [name for name in ID_FIELDS if name in batch]
+    id_fields = [name for name in SEGMENT_ID_FIELDS if name in batch]
     summands = [summand for _, summand in tokens.call.losses.terms if summand.unit == "token"]
     weighted_summands = [summand for summand in summands if summand.denominator_terms_of is not None]
     local_sums = [tokens.counted, tokens.one_or_nan]

@@ -23,7 +23,7 @@ from ..plan.segments import Group, groups_of
 from ..plan.sizes import slices
 from ..stores.operands import TeacherHead
 from ..stores.torch_functions import shift_left
-from .fields import SEGMENT_IDS, TEMPERATURE, make_teacher
+from .fields import SEGMENT_ID_FIELDS, TEMPERATURE, make_teacher
 from .options import Call
 from .spec import Spec, structure_at
 
@@ -279,7 +279,7 @@ def rows_of_field(
         return value & ~is_ignored
     if kind.type == "int":
         value = value.to(torch.int64).masked_fill(is_ignored, -1)
-        return checks.in_range(name, value, call.num_segments or 0, -1) if name in SEGMENT_IDS else value
+        return checks.in_range(name, value, call.num_segments or 0, -1) if name in SEGMENT_ID_FIELDS else value
     value = value.to(spec.statistics_dtype).masked_fill(is_ignored, 0.0)
     return value if name != TEMPERATURE else checks.scale_of(value, is_ignored)
 

@@ -47,6 +47,7 @@ def transform(head: Head | TeacherHead, row_scale: Tensor | None) -> Transform:
 def vectors_of(names: SoftmaxVectors[str], by_name: Mapping[str, Vector]) -> SoftmaxVectors[Vector]:
     """Looks up the vectors of a softmax in ``by_name``; None for a vector without an element there."""
     statistics = [(statistic, tuple([by_name[name] for name in vectors])) for statistic, vectors in names.statistics]
+    # mypy: ``lse_base`` and ``neg_log_sum``, which no call lacks, might be None
     return SoftmaxVectors._make([*map(by_name.get, names[:-1]), tuple(statistics)])  # type: ignore[arg-type]
 
 
