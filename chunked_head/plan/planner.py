@@ -7,7 +7,7 @@ tiles that the budget holds.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,24 +21,7 @@ FEW_HALF_CHUNKS = 4  # most 16-bit sums that are preferred to an fp32 accumulato
 SLACK = 1.25  # factor by which chunks that end with segments may be larger by default
 SEVERAL_FACTORS = ", several numbers a row: a gradient for each takes as many products, and memory"
 
-
-class Candidate(NamedTuple):
-    """A ``plan`` with a schedule and dtypes of sums, but chunks of one row; ``fitted`` finds the size of chunks."""
-
-    plan: Plan
-    least_rows: int  # least number of rows of a chunk; in the recompute schedule, of a block
-    chunk_tokens: int | None  # number of rows of a chunk that the caller asks for
-    fits_budget: bool  # chunks of ``chunk_tokens`` rows have to fit the budget; False: they override the budget
-
-    @property
-    def is_hopeless(self) -> bool:
-        """True where a further buffer, in which the weight's gradient adds up, alone exceeds the budget."""
-        plan, sizes, is_limited = self.plan, self.plan.sizes, self.fits_budget or self.chunk_tokens is None
-        has_accumulator = plan.weight_accumulate != sizes.weight_dtype and sizes.returns_weight_grad
-        accumulator_bytes = sizes.weight_elements * plan.weight_accumulate.itemsize
-        return is_limited and has_accumulator and plan.schedule == "forward" and accumulator_bytes > plan.budget
-
-
+Candidate = tuple[Plan, bool]  # a plan with a schedule and dtypes of sums; whether its budget holds it
 PLANS: "Cache[tuple[Sizes, Request], Plan | str]" = Cache(1024)
 
 
@@ -188,12 +171,13 @@ def of_one_row(
     budget: int,
     hidden_sum_dtype: torch.dtype | None = None,
     weight_sum_dtype: torch.dtype | None = None,
-    note: str = "",  # the reason for the schedule, for the printed plan
+    **plan_fields: Any,
 ) -> Plan:
     """A plan with chunks of one row and tiles of all columns. ``hidden_sum_dtype``, ``weight_sum_dtype``: dtypes in
-    which the gradients of hidden states and weight add up; None: the dtype of the tensor itself."""
+    which the gradients of hidden states and weight add up; None: the dtype of the tensor itself. ``plan_fields``:
+    further fields of the plan."""
     sum_dtypes = hidden_sum_dtype or sizes.hidden_dtype, weight_sum_dtype or sizes.weight_dtype
-    return Plan(sizes, budget, schedule, 1, 1, sizes.vocab, *sum_dtypes, note=note)
+    return Plan(sizes, budget, schedule, 1, 1, sizes.vocab, *sum_dtypes, **plan_fields)
 
 
 def refusal(sizes: Sizes, request: Request) -> str:
@@ -220,14 +204,12 @@ def refusal(sizes: Sizes, request: Request) -> str:
 def first_that_fits(sizes: Sizes, request: Request) -> Plan | str:
     """The plan of the first candidate that fits the budget; or the reason, as text, why the candidate that lacks the
     fewest bytes does not fit."""
-    for candidate in candidates(sizes, request):
-        if not candidate.is_hopeless:
-            plan, is_fitting = fitted(request, candidate)
-            if is_fitting:
-                return plan
+    large_plans = list[Plan]()
+    for plan, is_fitting in candidates(sizes, request):
+        if is_fitting:
+            return plan
+        large_plans.append(plan)
     weight_dtype, accumulate_dtype = sizes.weight_dtype, request.accumulate_dtype
-    plans_with_flags = [fitted(request, candidate) for candidate in candidates(sizes, request)]
-    large_plans = [plan for plan, is_fitting in plans_with_flags if not is_fitting]
     makes_grads_in_forward = not (sizes.waits_for_backward or sizes.waits_for_all)
     if accumulate_dtype == weight_dtype and weight_dtype.itemsize < 4 and (makes_grads_in_forward or not large_plans):
         plan = with_rows(of_one_row(sizes, "forward", 0), rows_of(sizes.tokens, MAX_HALF_CHUNKS))
@@ -250,7 +232,7 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     weight_dtype, accumulate_dtype, chunk_tokens = sizes.weight_dtype, request.accumulate_dtype, request.chunk_tokens
     tokens = max(sizes.tokens, 1)
     if not sizes.any_grad:
-        yield Candidate(of_one_row(sizes, "loss only", request.budget), 1, chunk_tokens, request.explicit)
+        yield fitted(of_one_row(sizes, "loss only", request.budget), 1, request, request.explicit)
     elif sizes.waits_for_backward:
         yield from unit_row_candidates(sizes, request)
         note = "the upstream gradient comes late" + SEVERAL_FACTORS * (sizes.num_row_factors > 1)
@@ -291,36 +273,41 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
 
 
 def forward_candidates(
-    sizes: Sizes, request: Request, weight_sum_dtype: torch.dtype, least_rows: int = 1, growth_bytes: int = 0
+    sizes: Sizes,
+    request: Request,
+    weight_sum_dtype: torch.dtype,
+    least_rows: int = 1,
+    growth_bytes: int = 0,
+    **plan_fields: Any,
 ) -> Iterator[Candidate]:
     """Candidates that make gradients in the forward pass. ``growth_bytes``: bytes that are added to the budget of their
-    plans."""
+    plans. ``plan_fields``: further fields of their plans."""
     is_half_weight = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.waits_for_all
-    chunk_tokens, accumulate_dtype, fits_budget = request.chunk_tokens, request.accumulate_dtype, request.explicit
-    if chunk_tokens is None and is_half_weight and accumulate_dtype == sizes.weight_dtype and not request.explicit:
-        # accumulate_dtype overrides the default budget: chunks are so large that a sum in 16 bits is accurate enough
-        chunk_tokens = rows_of(sizes.tokens, MAX_HALF_CHUNKS)
-    elif chunk_tokens is not None and is_half_weight and accumulate_dtype is None and weight_sum_dtype == torch.float32:
+    accumulate_dtype, fits_budget = request.accumulate_dtype, request.explicit
+    if request.chunk_tokens is None:
+        if is_half_weight and accumulate_dtype == sizes.weight_dtype and not request.explicit:
+            # the dtype overrides the default budget: chunks are so large that a sum in 16 bits is accurate enough
+            request = replace(request, chunk_tokens=rows_of(sizes.tokens, MAX_HALF_CHUNKS))
+    elif is_half_weight and accumulate_dtype is None and weight_sum_dtype == torch.float32:
         fits_budget = True  # an fp32 accumulator that the caller has not asked for must fit the budget
     hidden_dtype, wide_dtype = sizes.hidden_dtype, torch.promote_types(sizes.hidden_dtype, torch.float32)
     hidden_sum_dtypes = [hidden_dtype if sizes.sums_into(hidden_dtype) else wide_dtype]
     if sizes.dtype == torch.float16 and wide_dtype not in hidden_sum_dtypes:
         # unscaled fp16 gradients need fp32's range
         hidden_sum_dtypes = [wide_dtype] if sizes.deterministic else [wide_dtype, hidden_dtype]
+    budget = request.budget + growth_bytes
     for hidden_sum_dtype in hidden_sum_dtypes:
-        plan = of_one_row(sizes, "forward", request.budget + growth_bytes, hidden_sum_dtype, weight_sum_dtype)
-        yield Candidate(plan, least_rows, chunk_tokens, fits_budget)
+        plan = of_one_row(sizes, "forward", budget, hidden_sum_dtype, weight_sum_dtype, **plan_fields)
+        yield fitted(plan, least_rows, request, fits_budget)
 
 
 def unit_row_candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
     """Candidates that make each row of hidden's gradient in the forward pass, without the factor that comes later.
     Yields nothing unless a row has a single factor. With two factors, each would take a tensor and a matrix product:
     as many products as recomputing takes, and more memory."""
-    if sizes.num_row_factors != 1:
-        return
-    for candidate in forward_candidates(sizes, request, sizes.weight_dtype):
-        plan = replace(candidate.plan, has_unit_rows=True, note="backward multiplies each row by what comes late")
-        yield candidate._replace(plan=plan)
+    if sizes.num_row_factors == 1:
+        note = "backward multiplies each row by what comes late"
+        yield from forward_candidates(sizes, request, sizes.weight_dtype, has_unit_rows=True, note=note)
 
 
 def recompute_candidates(sizes: Sizes, request: Request, note: str) -> Iterator[Candidate]:
@@ -336,28 +323,28 @@ def recompute_candidates(sizes: Sizes, request: Request, note: str) -> Iterator[
         has_too_many_blocks = most_rows * most_blocks < sizes.tokens
     plan = of_one_row(sizes, "recompute", request.budget, weight_sum_dtype=sizes.buffer_dtype, note=note)
     if not has_too_many_blocks:
-        yield Candidate(plan, accurate_rows, chunk_tokens, request.explicit)
+        yield fitted(plan, accurate_rows, request, request.explicit)
     may_sum_fp32 = is_half_weight and request.accumulate_dtype != sizes.weight_dtype
     if may_sum_fp32 and (has_too_many_blocks or not request.explicit):
         grown_budget = request.budget + (0 if request.explicit else 4 * sizes.weight_elements)
         plan = replace(plan, budget=grown_budget, weight_accumulate=torch.float32)
-        yield Candidate(plan, least_rows, chunk_tokens, request.explicit)
+        yield fitted(plan, least_rows, request, request.explicit)
 
 
-def fitted(request: Request, candidate: Candidate) -> tuple[Plan, bool]:
-    """Returns the candidate's plan with the largest chunks that its budget holds, and True. If no chunks fit, returns a
-    plan with the smallest chunks that the candidate may have, and False."""
-    plan, least_rows, chunk_tokens, fits_budget = candidate
-    tokens, forward_plan = max(plan.sizes.tokens, 1), plan
+def fitted(plan: Plan, least_rows: int, request: Request, fits_budget: bool) -> Candidate:
+    """Returns ``plan`` with the largest chunks that its budget holds, and True. If no chunks fit, returns the plan with
+    the smallest chunks that it may have, and False. ``least_rows``: least number of rows of a chunk; in the recompute
+    schedule, of a block. ``fits_budget``: False if chunks of ``request.chunk_tokens`` rows override the budget."""
+    tokens, chunk_tokens = max(plan.sizes.tokens, 1), request.chunk_tokens
+    forward_plan, least_chunk_rows = plan, min(least_rows, tokens)
     if plan.schedule == "recompute":
-        forward_plan, least_rows = of_one_row(plan.sizes, "loss only", request.budget), 1
-    least_rows = min(least_rows, tokens)
-    rows = chunk_size(forward_plan, byte_counter(forward_plan, with_rows), chunk_tokens, least_rows, fits_budget)
-    if rows < least_rows:
-        return with_rows(forward_plan, min(chunk_tokens or least_rows, tokens)), False
+        forward_plan, least_chunk_rows = of_one_row(plan.sizes, "loss only", request.budget), 1
+    rows = chunk_size(forward_plan, byte_counter(forward_plan, with_rows), chunk_tokens, least_chunk_rows, fits_budget)
+    if rows < least_chunk_rows:
+        return with_rows(forward_plan, min(chunk_tokens or least_chunk_rows, tokens)), False
     if plan.schedule != "recompute":
         return with_rows(plan, rows), True
-    plan, most_blocks = with_rows(plan, rows), -(-tokens // candidate.least_rows)
+    plan, most_blocks = with_rows(plan, rows), -(-tokens // least_rows)
     most_rows = tokens if chunk_tokens is None else balanced(tokens, chunk_tokens)
     if tiled_plan := block_and_tile(plan, byte_counter(plan, with_tile), most_blocks, most_rows):
         return tiled_plan, True
