@@ -20,7 +20,7 @@ from ..metrics import Metric
 from ..parallel.dtensor import PLAIN_TYPES, local_operands, local_part
 from ..parallel.groups import TokenParallel, VocabParallel
 from ..parallel.shard import Shard
-from ..plan.segments import Segments
+from ..plan.segments import Lengths, Pairs
 from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, check_accumulate_into, gradient_buffer_of
 from ..stores.quantised import QuantisedWeight
@@ -207,7 +207,7 @@ class Call(Generic[Result]):
     metrics: tuple[Metric, ...] = ()
     batch: Mapping[str, Tensor] | None = None
     num_segments: int | None = None
-    segments: Segments | None = None  # lengths of segments, where the host knows them
+    segments: tuple[Lengths, Pairs] | None = None  # where the host knows the lengths of segments
     shares_denominator: bool = False  # all losses are divided by the first one's denominator
     # what is returned
     outputs: tuple[str, ...] = ()  # names of the values that are returned for each token; empty for one loss

@@ -180,7 +180,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
         return packed(tokens, Packing.by_target(tokens.targets, host_waits))
     if not (spec.can_end_with_segments and call.segments is not None and len(tokens.targets)):
         return tokens
-    return replace(tokens, groups=groups_of(call.segments, leading[-1] if leading else 1, call.shift))
+    return replace(tokens, groups=groups_of(*call.segments, leading[-1] if leading else 1, call.shift))
 
 
 def structure_of_call(call: Call[Any], spec: Spec) -> Structure:

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..call.options import Call
 from ..core import checks
 from ..core.checks import flag
-from ..plan.segments import Segments
 
 
 def with_fields(batch: Any, mask: Tensor | None, token_weights: Tensor | None) -> Any:
@@ -100,7 +99,7 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
     device_lengths = torch.tensor(lengths, device="cpu").to(call.device, non_blocking=True)
     segment_ids = torch.arange(len(lengths), device=call.device)
     fields["segments"] = torch.repeat_interleave(segment_ids, device_lengths, output_size=num_tokens).view(call.leading)
-    return replace(call, batch=fields, num_segments=len(lengths), segments=Segments(lengths, pairs_on_host))
+    return replace(call, batch=fields, num_segments=len(lengths), segments=(lengths, pairs_on_host))
 
 
 def lengths_of_segments(lengths: tuple[int, ...], num_tokens: int, num_segments: int | None) -> tuple[int, ...]:

@@ -10,39 +10,33 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from .sizes import CHUNK_MULTIPLE, balanced, slices
 
 MOST_SUBSTITUTES = 32  # number of groups that are tried as the last group of a chunk
 
 
-class Segments(NamedTuple):
-    """The lengths and pairs of a call's segments."""
-
-    lengths: tuple[int, ...]  # tokens of each segment; segments follow each other in the flattened tokens
-    pairs: tuple[tuple[int, int], ...] = ()  # ids of two segments that a loss reads together
-
-
+Lengths = tuple[int, ...]  # tokens of each segment; segments follow each other in the flattened tokens
+Pairs = tuple[tuple[int, int], ...]  # ids of two segments that a loss reads together
 Group = tuple[range, ...]  # the rows of a group, a range for each segment
 Spans = tuple[tuple[slice, ...], ...]  # the chunks of each span; gradients wait for the statistics of all its chunks
 
 
-def groups_of(segments: Segments, line_length: int, shift: int) -> tuple[Group, ...]:
+def groups_of(lengths: Lengths, pairs: Pairs, line_length: int, shift: int) -> tuple[Group, ...]:
     """Groups of segments, as the rows of each segment; without segments and groups that have no rows. ``line_length``:
     size of the tokens' last dimension. A row predicts the token ``shift`` places later along this dimension."""
-    segment_ends = itertools.accumulate(segments.lengths, initial=0)
+    segment_ends = itertools.accumulate(lengths, initial=0)
     # the last ``shift`` rows of a line predict no token; they count among the rows of the segment before
     boundaries = [end - min(shift, end % line_length) for end in segment_ends]
     rows_by_segment = [range(first, last) for first, last in itertools.pairwise(boundaries)]
     groups = (
         tuple([rows_by_segment[segment] for segment in group if len(rows_by_segment[segment])])
-        for group in joined_segments(segments.pairs, len(rows_by_segment))
+        for group in joined_segments(pairs, len(rows_by_segment))
     )
     return tuple([group for group in groups if group])
 
 
-def joined_segments(pairs: Sequence[tuple[int, int]], segment_count: int) -> list[list[int]]:
+def joined_segments(pairs: Pairs, segment_count: int) -> list[list[int]]:
     """For each group the ids of its segments, in ascending order. The two segments of a pair are in one group. Groups
     are in the order of their first segments."""
     group_by_segment = [[segment] for segment in range(segment_count)]
