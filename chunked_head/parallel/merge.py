@@ -1,23 +1,13 @@
 """Messages between ranks that share the vocabulary: statistics, hidden states, and gradients of hidden states."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from ..core.stats import Demand, RowStats
+from ..core.stats import RowStats
 from .agreement import all_gather, all_reduce, reduce_scatter
-
-
-class GatheredStats(NamedTuple):
-    """Statistics of a chunk's rows from all ranks. A rank's statistics are over its own columns of the vocabulary."""
-
-    message: Tensor  # [ranks, numbers + 1, rows] by ``Layout.message_indices``; last the tokens' check numbers
-    demand: Demand  # the statistics that the call needs
-    target: Tensor  # [rows] int64, -1 where a row does not count
-    has_target_logits: bool  # every rank has sent the target's complete logit
-    zero_or_nan: Tensor  # [] 0, or nan if ranks have different tokens
 
 
 def pack(stats: RowStats, names: Iterable[str], token_checks: Tensor) -> Tensor:

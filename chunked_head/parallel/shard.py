@@ -12,7 +12,7 @@ from ..core.stats import Demand, RowStats, layout_of, names_of_sums
 from ..core.tiles import ELSEWHERE
 from .agreement import agree, all_gather, all_reduce
 from .groups import MAX_IDS, ROWS, VocabParallel
-from .merge import GatheredRows, GatheredStats, ScatteredRows, SummedRows, pack
+from .merge import GatheredRows, ScatteredRows, SummedRows, pack
 
 # largest difference of two ranks' sums of one row of hidden states, relative to the row's sum of absolute values: ranks
 # may have rounded the row differently
@@ -80,7 +80,7 @@ class Shard:
 
     def merge_stats(
         self,
-        merge_ranks: Callable[[GatheredStats, RowStats], None],
+        merge_ranks: Callable[..., None],
         hidden: Tensor,  # [rows, hidden]
         target: Tensor,  # [rows]
         token_checks: Tensor,  # [rows] numbers that differ where ranks have different tokens
@@ -110,7 +110,7 @@ class Shard:
             is_same_token = (gathered_messages[:, -1] - check_numbers).abs() <= MOST_RELATIVE_DIFFERENCE * hidden_norms
         assert self.zero_or_nan is not None
         zero_or_nan = torch.where(is_same_token.all(), self.zero_or_nan, torch.nan).to(dtype)
-        merge_ranks(GatheredStats(gathered_messages, demand, target, has_target_logits, zero_or_nan), stats)
+        merge_ranks(stats, gathered_messages, demand, target, has_target_logits, zero_or_nan)
 
     def add_sums(self, stats: RowStats, demand: Demand) -> None:
         """Sums over ranks, in place, the statistics that are sums over the vocabulary; sends one message."""

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..core.checks import BACKENDS, choice
 from ..core.gpus import gpu_of
-from ..core.stats import RowStats, layout_of
-from ..parallel.merge import GatheredStats
+from ..core.stats import Demand, RowStats, layout_of
 from . import torch_functions as functions
 from .quantised import Quantised, QuantisedWeight, RoundedHead, direction_of, empty_quantised, quantise_
 from .store import LogitsStore, MatmulStore, Store, vectors_of
@@ -88,11 +87,18 @@ class Backend:
         the rows to a multiple of 16."""
         raise NotImplementedError  # no store of torch operations multiplies gradients in e4m3
 
-    def merge_ranks(self, gathered: GatheredStats, out: RowStats) -> None:
-        """Merges the ranks' statistics, each over a piece of the vocabulary, into ``out``. Writes nan if the ranks have
-        different tokens."""
-        (message, demand, target, has_target_logits, zero_or_nan), vectors = gathered, out.by_name
-        layout, index_of = layout_of(demand), layout_of(demand).message_indices
+    def merge_ranks(
+        self,
+        out: RowStats,
+        message: Tensor,  # [ranks, numbers + 1, rows] by ``Layout.message_indices``; last the tokens' check numbers
+        demand: Demand,
+        target: Tensor,  # [rows] int64, -1 where a row does not count
+        has_target_logits: bool,  # every rank has sent the target's complete logit
+        zero_or_nan: Tensor,  # [] 0, or nan if ranks have different tokens
+    ) -> None:
+        """Merges the statistics of a chunk's rows that all ranks have sent, each over the rank's columns of the
+        vocabulary, into ``out``."""
+        layout, index_of, vectors = layout_of(demand), layout_of(demand).message_indices, out.by_name
         ratios = [ratio for ratio, _ in demand.views] + [1.0]  # the last is a teacher's
         for names, ratio in zip(layout.softmaxes, ratios, strict=False):
             indices = vectors_of(names, index_of)._replace(target_logit=index_of["target_logit"])

@@ -27,7 +27,6 @@ from chunked_head import linear_cross_entropy, linear_logprobs, linear_loss, los
 from chunked_head.core.gpus import GPUS
 from chunked_head.core.statistics import STATISTICS
 from chunked_head.core.stats import Demand, RowStats, layout_of
-from chunked_head.parallel.merge import GatheredStats
 from chunked_head.stores.triton.backend import TRITON, TritonBackend
 
 MATMULS = "exp_logits_kernel", "grad_logits_kernel", "dhidden_kernel", "dweight_kernel"
@@ -132,7 +131,7 @@ def calls() -> None:
     for demand in (Demand(), Demand(statistics=(STATISTICS,))):
         stats = RowStats.empty(8, layout_of(demand), torch.float32, target.device)
         message = torch.zeros(2, len(layout_of(demand).message_indices) + 1, 8)
-        TRITON.merge_ranks(GatheredStats(message, demand, target, False, torch.zeros(())), stats)
+        TRITON.merge_ranks(stats, message, demand, target, False, torch.zeros(()))
 
 
 def spilled(compiled: Any) -> int:

@@ -16,7 +16,6 @@ from triton.runtime import interpreter
 
 from chunked_head import kernels, linear_cross_entropy
 from chunked_head.core.stats import Demand, RowStats, layout_of
-from chunked_head.parallel.merge import GatheredStats
 from chunked_head.stores.triton.backend import TRITON
 
 launched: set[str] = set()
@@ -64,7 +63,7 @@ def test_statistics_of_two_ranks() -> None:
         }
         pieces.append(torch.stack([*(found[name] for name in names), target.float()]))
     out = RowStats.empty(5, layout_of(Demand()), torch.float32, target.device)
-    TRITON.merge_ranks(GatheredStats(torch.stack(pieces), Demand(), target, False, torch.zeros(())), out)
+    TRITON.merge_ranks(out, torch.stack(pieces), Demand(), target, False, torch.zeros(()))
     torch.testing.assert_close(out.logprob, logits.log_softmax(1).gather(1, target[:, None])[:, 0])
     torch.testing.assert_close(out.lse, logits.logsumexp(1))
 
