@@ -69,7 +69,6 @@ class Packing:
         return zeros.index_copy(0, self.order, values)
 
 
-@dataclass(eq=False)
 class RangeChecks:
     """Checks of the values in tensors of ids and temperatures.
 
@@ -77,7 +76,8 @@ class RangeChecks:
     numbers that all results are multiplied by into nan.
     """
 
-    is_wrong: list[Tensor] = field(default_factory=list)  # [] bool: a flag for each check
+    def __init__(self) -> None:
+        self.is_wrong = list[Tensor]()  # [] bool: a flag for each check
 
     def in_range(self, name: str, ids: Tensor, id_count: int, missing_id: int | None) -> Tensor:
         """Returns ``ids`` with -1 for wrong ids. An id outside of [0, id_count) is wrong, unless it equals
