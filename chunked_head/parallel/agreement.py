@@ -18,7 +18,7 @@ import zlib
 from ast import literal_eval
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,12 +38,33 @@ FLOAT_PATTERN = re.compile(r"\b\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)\b")
 Message = tuple[Callable[..., Any], int, torch.dtype]
 
 
-class Agreement(NamedTuple):
-    """This rank's first message of a call: it tells other ranks what the call is."""
+class Agreement:
+    """This rank's first message of a call: it tells other ranks what the call is.
 
-    kind_hash: int  # hash of the call's fields without numbers
-    message: Tensor  # [MESSAGE_BYTES / 8] int64 on the device: hashes of kind and call, and the fields as text
-    written_event: Any  # event after the GPU's stream has written the message; None on a CPU
+    ``kind_hash``: hash of the call's fields without numbers. ``message`` [MESSAGE_BYTES / 8] int64 on the device:
+    hashes of kind and call, and the fields as text. Long values are cut until the text fits into the message. If cuts
+    are not enough, the text has no fields. ``written_event``: event after the GPU's stream has written the message;
+    None on a CPU.
+    """
+
+    def __init__(self, fields: dict[str, str], device: torch.device):
+        call_hash = hash_of_fields(fields)
+        self.kind_hash = hash_of_fields({name: without_numbers(value) for name, value in fields.items()})
+        text_bytes, max_letters = b"", MAX_VALUE_LETTERS
+        while not text_bytes or len(text_bytes) > MESSAGE_BYTES - 8 * NUM_HASHES:
+            shortened_fields = {
+                name: value if len(value) <= max_letters else value[:max_letters] + "..."
+                for name, value in fields.items()
+            }
+            text_bytes, max_letters = zlib.compress(repr(shortened_fields).encode()), max_letters // 2
+            if not max_letters:
+                text_bytes = zlib.compress(b"{}")
+        host_buffer = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+        host_buffer[8 * NUM_HASHES :][: len(text_bytes)] = torch.frombuffer(bytearray(text_bytes), dtype=torch.uint8)
+        message = host_buffer.view(torch.int64)
+        message[0], message[1] = self.kind_hash, call_hash
+        self.message = message.to(device, non_blocking=True)
+        self.written_event = torch.cuda.current_stream(device).record_event() if self.message.is_cuda else None
 
     def message_on(self, stream: Any) -> Tensor:
         """Returns the message, to be sent on the GPU's ``stream`` (None on a CPU). Makes the stream wait until the
@@ -150,7 +171,7 @@ def agree(fields: dict[str, str], group: Any, device: torch.device, layout: str)
         history = histories[device] = GroupHistory(device)
     if not is_captured_call:
         history.check_last_call()
-    agreement = history.agreements.get_or_make(call_text, lambda: agreement_of(fields, device))
+    agreement = history.agreements.get_or_make(call_text, lambda: Agreement(fields, device))
     message = agreement.message if is_captured_call else agreement.message_on(stream)
     agreements = message.new_empty(distributed.get_world_size(group), len(message))
     distributed.all_gather_into_tensor(agreements.view(-1), message, group=group)
@@ -188,28 +209,6 @@ def hash_of_fields(fields: dict[str, str]) -> int:
 def without_numbers(value: str) -> str:
     """The text of a field's value, with the word "number" in place of each float."""
     return FLOAT_PATTERN.sub("number", value) if "." in value or "e-" in value or "e+" in value else value
-
-
-def agreement_of(fields: dict[str, str], device: torch.device) -> Agreement:
-    """This rank's agreement for a call with ``fields``. Long values are cut until the text fits into the message. If
-    cuts are not enough, the text has no fields."""
-    call_hash = hash_of_fields(fields)
-    kind_hash = hash_of_fields({name: without_numbers(value) for name, value in fields.items()})
-    text_bytes, max_letters = b"", MAX_VALUE_LETTERS
-    while not text_bytes or len(text_bytes) > MESSAGE_BYTES - 8 * NUM_HASHES:
-        shortened_fields = {
-            name: value if len(value) <= max_letters else value[:max_letters] + "..." for name, value in fields.items()
-        }
-        text_bytes, max_letters = zlib.compress(repr(shortened_fields).encode()), max_letters // 2
-        if not max_letters:
-            text_bytes = zlib.compress(b"{}")
-    host_buffer = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    host_buffer[8 * NUM_HASHES :][: len(text_bytes)] = torch.frombuffer(bytearray(text_bytes), dtype=torch.uint8)
-    message = host_buffer.view(torch.int64)
-    message[0], message[1] = kind_hash, call_hash
-    message = message.to(device, non_blocking=True)
-    written_event = torch.cuda.current_stream(device).record_event() if message.is_cuda else None
-    return Agreement(kind_hash, message, written_event)
 
 
 def difference_in_words(agreements: Tensor, layout: str) -> str:
