@@ -5,7 +5,6 @@ A key holds everything that a sweep depends on except addresses and contents of 
 that the recorded steps cannot take, the sweep runs normally.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,17 +18,11 @@ from ..stores.gradients import Gradients
 from ..stores.operands import Head
 
 ALIGNED = 16  # bytes; keys hold addresses modulo this number
-NOT_YET = object()  # ``RecordedSweep.steps`` of a sweep that has run once and was not recorded yet
+NOT_YET = object()  # in place of the ``Recording`` of a sweep that has run once and was not recorded yet
 FEW_TOKENS = 8192  # with more, torch sorts the targets, which no recording has, and host time is hidden anyway
-
-
-@dataclass(eq=False)
-class RecordedSweep:
-    """The recording of the sweeps of one key."""
-
-    plan: Plan  # kept alive, since the key holds its id
-    steps: Any = NOT_YET  # ``kernels.common.recording.Recording``; None if a sweep cannot be recorded
-    stats: tuple[str, ...] = ()  # names of the statistics, the first results; values and gradients follow
+# the plan, which stays alive since the recording's key holds its id; and ``kernels.common.recording.Recording``,
+# ``NOT_YET``, or None if the sweep cannot be recorded
+PlanAndRecording = tuple[Plan, Any]
 
 
 def is_recordable(plan: Plan, objective: Objective) -> bool:
@@ -77,34 +70,33 @@ def run_recorded(work: Any, hidden: Tensor, head: Head) -> tuple[RowStats, Gradi
     buffer, scale_and_cap = work.gradient_buffer, (work.logit_scale, work.softcap)
     input_kinds = [x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNED) for x in inputs]
     key = id(plan), scale_and_cap, None if buffer is None else buffer.fresh, hidden.device, tuple(input_kinds)
-    recording = recordings.get(key)
-    if recording is None:
-        recordings[key] = RecordedSweep(plan)
+    plan_and_recording = recordings.get(key)
+    if plan_and_recording is None:
+        recordings[key] = plan, NOT_YET
         return work.sweep(hidden, head)
-    present_inputs = [tensor for tensor in inputs if tensor is not None]
-    if recording.steps is not NOT_YET:
+    recording, present_inputs = plan_and_recording[1], [tensor for tensor in inputs if tensor is not None]
+    if recording is not NOT_YET:
         if buffer is not None:
             buffer.written = plan.schedule == "forward"
-        results = None if recording.steps is None else recording.steps.replay(present_inputs)
-        return work.sweep(hidden, head) if results is None else results_of(work, recording, results)
-    recording.steps = None
+        results = None if recording is None else recording.replay(present_inputs)
+        return work.sweep(hidden, head) if results is None else results_of(work, results)
+    recordings[key] = plan, None
     assert work.backend.recording is not None
     with work.backend.recording(present_inputs) as recorder:
         stats, grads = work.sweep(hidden, head)
-    named_stats, is_scalar = stats.by_name, isinstance(objective, ScalarObjective)
+    vectors, is_scalar = stats.by_name.values(), isinstance(objective, ScalarObjective)
     tables = [objective.table] if is_scalar else []
     gradients = [] if grads is None else [grad for grad in (grads.hidden, grads.weight) if grad is not None]
     if not is_scalar or objective.table is not None:
         # statistics of a scalar loss are read by backward only; a call with values per token returns them
-        steps = recorder.end([*named_stats.values(), *tables, *gradients], len(named_stats) if is_scalar else 0)
-        recordings[key] = RecordedSweep(plan, steps, tuple(named_stats))
+        recordings[key] = plan, recorder.end([*vectors, *tables, *gradients], len(vectors) if is_scalar else 0)
     return stats, grads
 
 
-def results_of(work: Any, recording: RecordedSweep, results: list[Tensor]) -> tuple[RowStats, Gradients | None]:
+def results_of(work: Any, results: list[Tensor]) -> tuple[RowStats, Gradients | None]:
     """The tensors that a recording returns, as the statistics and gradients that ``sweep`` returns."""
     result_tensors = iter(results)
-    stats = RowStats.from_dict({name: next(result_tensors) for name in recording.stats})
+    stats = RowStats.from_dict({name: next(result_tensors) for name in work.plan.sizes.layout.forms})
     if isinstance(work.objective, ScalarObjective):
         table, table_rows = next(result_tensors), sum(work.objective.structure.widths)
         if table.shape[0] != table_rows:

@@ -63,7 +63,7 @@ class Spec:
     autocast: bool = False  # autocast gives the dtype of the matmuls
     # by ``planning.PlanKey``; Specs that differ in numbers share them
     plans: Cache[Hashable, Plan] = field(default_factory=lambda: Cache(MOST_PLANS))
-    # ``recording.RecordedSweep`` by the key of ``run_recorded``; Specs that differ in numbers do not share them
+    # ``recording.PlanAndRecording`` by the key of ``run_recorded``; Specs that differ in numbers do not share them
     recordings: Cache[Hashable, Any] = field(init=False, default_factory=lambda: Cache(MOST_RECORDINGS))
 
 

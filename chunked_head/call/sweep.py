@@ -24,7 +24,7 @@ from ..stores.operands import CallRows, Head, Rows
 from ..stores.quantised import QuantisedWeight
 from ..stores.sets import SetStore, WithSets
 from ..stores.store import LogitsStore, MatmulStore, Store
-from .recording import RecordedSweep, run_recorded
+from .recording import PlanAndRecording, run_recorded
 from .tokens import Packing
 
 
@@ -127,7 +127,9 @@ class HeadWork(LocalWork):
     plan: Plan
     request: Request = DEFAULT_REQUEST
     packing: Packing | None = None  # the order in which rows run; None: the caller's
-    recordings: Cache[Any, RecordedSweep] | None = None  # ``Spec.recordings``; None where the sweep cannot be recorded
+    recordings: Cache[Any, PlanAndRecording] | None = (
+        None  # ``Spec.recordings``; None where the sweep cannot be recorded
+    )
     fp8_weight: QuantisedWeight | None = None  # the caller's copy of the weight in e4m3
 
     def head(self, weight: Tensor, bias: Tensor | None) -> Head:
