@@ -1,7 +1,6 @@
 """Work on logits that exist already: one pass over them for statistics, one more for their gradient."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -17,11 +16,13 @@ from .sweep import LocalWork, run_chunks
 from .tokens import Tokens
 
 
-@dataclass(eq=False, kw_only=True)
 class LogitsWork(LocalWork):
     """The work of a sweep over logits that exist already: statistics forward, the logits' gradient in backward."""
 
-    width: int  # number of columns that stand for an id; the others are padding
+    @property
+    def width(self) -> int:
+        """Number of this rank's columns that stand for an id; the others are padding."""
+        return self.objective.structure.vocab if self.shard is None else self.shard.num_columns
 
     def head(self, logits: Tensor) -> Head:
         """A head without weight. Its scale and softcap turn the caller's logits into the logits of the softmax."""
@@ -91,5 +92,4 @@ def logits_work(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsWor
         softcap=None if call.softcap is None else call.softcap / temperature,
         shard=shard,
         inplace=call.inplace,
-        width=call.local_width,
     )
