@@ -59,6 +59,7 @@ class Objective:
     column_sets: ColumnSets | None  # the sets of columns that softmaxes are over; None: all are over the vocabulary
     one_or_nan: Tensor  # [] a factor of all results: nan if an id is out of range, else 1
     dtype: torch.dtype  # dtype of statistics and values
+    output_names: tuple[str, ...]  # of divergences, the names of their statistics
     differentiable: int = 1  # number of the first outputs that take a gradient
     # True where ranks hold different tokens. Losses that sum segments over ranks are then evaluated once, in the
     # forward pass: ranks have different plans and must send the same messages.
@@ -293,18 +294,15 @@ def over_columns(values: Tensor, template: Tensor) -> Tensor:
 STATISTIC_OF_OUTPUT = {"logprobs": "logprob"}  # names of statistics by name of the output, where the two names differ
 
 
-@dataclass(eq=False, kw_only=True)
 class StatsObjective(Objective):
     """The statistics themselves, for a loss that the caller computes."""
 
-    names: tuple[str, ...]  # of the outputs
-
     def results(self, stats: RowStats) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
-        if self.names == ("logprobs",):
+        if self.output_names == ("logprobs",):
             return (stats.logprob * self.one_or_nan,), [], []  # the kernels store 0 where a token does not count
         is_token_counted, zero_or_nan = self.targets >= 0, self.one_or_nan - self.one_or_nan
         values = []
-        for name in self.names:
+        for name in self.output_names:
             value = self.output(stats.by_name, name)
             is_value_counted = over_columns(is_token_counted, value)
             if value.is_floating_point():
@@ -330,7 +328,7 @@ class StatsObjective(Objective):
         return value if value.is_floating_point() else value.long()
 
     def unit_coefficients(self, stats: RowStats, rows: slice, keeps_values: bool = True) -> Coefficients:
-        if self.names[0] == "logprobs":
+        if self.output_names[0] == "logprobs":
             return super().unit_coefficients(stats, rows, keeps_values)
         chunk_objective = replace(self, targets=self.targets[rows])
         return chunk_objective.coefficients_for(stats.narrow(rows), (-self.unit_slopes[rows],))
@@ -341,7 +339,7 @@ class StatsObjective(Objective):
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         slopes_by_statistic = {
             STATISTIC_OF_OUTPUT.get(name, name): gradient.to(self.dtype)
-            for name, gradient in zip(self.names[: self.differentiable], upstream, strict=False)
+            for name, gradient in zip(self.output_names[: self.differentiable], upstream, strict=False)
             if gradient is not None
         }
         if "logprob" not in slopes_by_statistic:  # kernels read alpha and beta in every call

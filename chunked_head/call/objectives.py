@@ -93,13 +93,13 @@ def of_each_token(tokens: Tokens) -> Objective:
         coefficients = [snapshot(coefficient, tokens.one_or_nan) for coefficient, _ in tokens.call.losses.terms]
         fields = fields_of(tokens, torch.stack([product_of(tokens.one_or_nan, c) for c in coefficients]), {})
         return TokenObjective(**fields, loss_coefficients=coefficients, backend=spec.backend)
-    fields, views, pairing, statistic_names = fields_of(tokens), spec.demand.views, spec.demand.pairing, call.outputs
+    fields, views, pairing = fields_of(tokens), spec.demand.views, spec.demand.pairing
     if fields["structure"].views != views:  # the call returns statistics of a softmax that no loss reads
         fields["structure"] = replace(fields["structure"], views=views)
     if pairing is not None:
         statistic_of = {"divergence": "sum0", "entropy": "entropy" + SUFFIX[pairing.view]}
-        statistic_names = tuple([statistic_of[name] for name in statistic_names])
-    return StatsObjective(**fields, names=statistic_names, differentiable=len(call.differentiable))
+        fields["output_names"] = tuple([statistic_of[name] for name in call.outputs])
+    return StatsObjective(**fields, differentiable=len(call.differentiable))
 
 
 def fields_of(
@@ -128,6 +128,7 @@ def fields_of(
         "column_sets": column_sets,
         "one_or_nan": one_or_nan,
         "dtype": one_or_nan.dtype,
+        "output_names": tokens.call.outputs or ("loss",),
     }
     if summand_factors is None:
         return fields
