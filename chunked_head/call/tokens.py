@@ -69,15 +69,12 @@ class Packing:
         return zeros.index_copy(0, self.order, values)
 
 
-class RangeChecks:
-    """Checks of the values in tensors of ids and temperatures.
+class RangeChecks(list[Tensor]):
+    """Checks of the values in tensors of ids and temperatures, as a list of flags [] bool, one for each check.
 
-    On the CPU a wrong value raises. Elsewhere ``is_wrong`` collects a flag [] bool for each check, and ``mark`` turns
-    numbers that all results are multiplied by into nan.
+    On the CPU a wrong value raises. Elsewhere a flag is true after a wrong value, and ``mark`` turns numbers that all
+    results are multiplied by into nan.
     """
-
-    def __init__(self) -> None:
-        self.is_wrong = list[Tensor]()  # [] bool: a flag for each check
 
     def in_range(self, name: str, ids: Tensor, id_count: int, missing_id: int | None) -> Tensor:
         """Returns ``ids`` with -1 for wrong ids. An id outside of [0, id_count) is wrong, unless it equals
@@ -90,7 +87,7 @@ class RangeChecks:
             raise IndexError(
                 f"batch[{name!r}] must be in [0, {id_count}){or_missing_text}, got {int(ids[is_out_of_range][0])}"
             )
-        self.is_wrong.append(is_out_of_range.any())
+        self.append(is_out_of_range.any())
         return torch.where(is_out_of_range, -1, ids)
 
     def scale_of(self, temperature: Tensor, ignored: Tensor) -> Tensor:
@@ -102,12 +99,12 @@ class RangeChecks:
                 f"temperature must be positive and finite, got {float(temperature[is_wrong][0]):g} for a token; mask "
                 "it, or give 1"
             )
-        self.is_wrong.append(is_wrong.any())
+        self.append(is_wrong.any())
         return torch.where(ignored, 1.0, 1.0 / temperature)
 
     def mark(self, *numbers: Tensor) -> None:
         """Fills ``numbers`` with nan where a check has found a wrong value."""
-        for is_wrong in self.is_wrong:
+        for is_wrong in self:
             for number in numbers:
                 number.masked_fill_(is_wrong, torch.nan)
 
@@ -250,7 +247,7 @@ def read_tokens(
             is_normalized = not all(o["teacher_renormalize"] for o in loss_options)
             entries_of_teacher = fields["teacher_logprobs"], fields["teacher_entries"]
             check_teacher("batch['teacher_logprobs']", *entries_of_teacher, is_normalized)
-    if checks.is_wrong:
+    if checks:
         checks.mark(tokens.one_or_nan, tokens.inverse)
     return tokens
 
