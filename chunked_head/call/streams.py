@@ -1,7 +1,7 @@
 """Calls on several streams of hidden states: they run one after the other and add to one gradient of the weight."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic
 
 import torch
@@ -61,13 +61,16 @@ class StreamsBuffer(GradientBuffer):
         return work.backend.scale(sums, self.weight.dtype, *factors)
 
 
-@dataclass(frozen=True, eq=False)
 class Streams(Generic[Result]):
     """A request on several streams: one ``Call`` for each stream, its losses multiplied by the stream's weight."""
 
-    calls: tuple[Call[Any], ...]
-    losses: tuple[Losses, ...]  # losses of each stream, without the stream's weight as a factor
-    result: Callable[[Tensor, list[Outcome]], Result]
+    def __init__(
+        self,
+        calls: Sequence[Call[Any]],
+        losses: Sequence[Losses],  # of each stream, without the stream's weight as a factor
+        result: Callable[[Tensor, list[Outcome]], Result],
+    ):
+        self.calls, self.losses, self.result = calls, losses, result
 
     def run(self) -> Result:
         calls, buffer = with_one_buffer(self.calls)

@@ -350,7 +350,7 @@ def streams_of(
         outputs = [call.result(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
         return LossOutput(loss_sum, {}, {}, None, tuple(outputs))
 
-    return Streams(tuple(calls), tuple(stream_losses), streams_output)
+    return Streams(calls, stream_losses, streams_output)
 
 
 def for_streams(name: str, value: Any, num_streams: int) -> Sequence[Any]:
