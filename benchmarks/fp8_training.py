@@ -128,7 +128,7 @@ def operands_of(task: Task, way: str, device: torch.device) -> str:
     sizes: dict[str, Any] = {"hidden_dtype": torch.float32, "weight_dtype": torch.float32, "device": device}
     tokens = task.windows * task.context
     call = plan(tokens, task.hidden, task.vocab, torch.bfloat16, **sizes, **options_of(way, device))
-    return f"logits {'e4m3' if call.sizes.fp8 else 'bf16'}, gradients {'e4m3' if call.e4m3_gradients else 'bf16'}"
+    return f"logits {'e4m3' if call.sizes.fp8_copy else 'bf16'}, gradients {'e4m3' if call.e4m3_gradients else 'bf16'}"
 
 
 def run_seed(task: Task, seed: int, args: Any, watch: Watch) -> list[Row]:

@@ -30,7 +30,7 @@ class PlanKey(NamedTuple):
     ends_with_segments: bool  # chunks end where segments end
     is_copied: bool  # hidden states are copied to get the shape [tokens, hidden]
     is_moved: bool  # rows run in another order than the caller's
-    skips: bool  # products stop at a number of rows on the device
+    has_device_count: bool  # products stop at a number of rows on the device
     buffer_dtype: torch.dtype | None  # of the caller's buffer for the weight's gradient
     has_plain_rows: bool  # columns of hidden states are contiguous
     is_weight_contiguous: bool
@@ -64,7 +64,7 @@ def planned(
         ends_with_segments=groups is not None,
         is_copied=hidden.numel() > 0 and (packs_hidden or hidden.data_ptr() != call.rows.data_ptr()),
         is_moved=packing is not None,
-        skips=packing is not None and packing.count is not None,
+        has_device_count=packing is not None and packing.count is not None,
         buffer_dtype=buffer_dtype,
         has_plain_rows=hidden.stride(1) == 1 or hidden.shape[1] == 1,
         is_weight_contiguous=weight.is_contiguous(),
@@ -80,7 +80,7 @@ def planned(
         return tokens, plan, None
     can_reorder = tokens.teacher is None or tokens.teacher.logits is None  # another order would copy a teacher's logits
     spans, order = spans_of([sum(map(len, group)) for group in groups], plan.chunk_tokens, can_reorder)
-    plan = replace(plan, ending=sum(map(len, spans)))
+    plan = replace(plan, segment_chunks=sum(map(len, spans)))
     if not plan.too_many_chunks:
         return in_order(tokens, [groups[group] for group in order]), plan, spans
     # segments are too uneven: 16-bit sums over so many chunks are not accurate
@@ -105,10 +105,10 @@ def plan_or_reason(tokens: Tokens, key: PlanKey) -> Plan | str:
             key.has_plain_rows,
             waits_for_backward=key.is_in_backward or bool(call.outputs),
             ends_with_segments=key.ends_with_segments,
-            copied=key.is_copied,
-            moved=key.is_moved or key.ends_with_segments,
+            is_copied=key.is_copied,
+            is_moved=key.is_moved or key.ends_with_segments,
             buffer_dtype=key.buffer_dtype,
-            skips=key.skips,
+            has_device_count=key.has_device_count,
         )
         check_own_matmuls(tokens, sizes)
         plan_or_reason_text = (
@@ -167,7 +167,7 @@ def sizes_of(
     if not (call.kept_everywhere or spec.demand.columns_only):  # some softmax is over the vocabulary
         has_plain_operands = has_plain_rows and call.softcap is None and not has_bias_grad
         store_class = backend.store(spec.dtype, weight, spec.demand, traits.get("gpu"), has_plain_operands, teacher)
-    fp8_copy_origin = (
+    fp8_copy = (
         None if call.precision is None or not store_class.has_matmul else "made" if call.fp8_weight is None else "given"
     )
     is_only_hidden = makes_grads == (True, False, False)
@@ -175,7 +175,7 @@ def sizes_of(
         "num_row_factors": spec.num_row_factors if is_only_hidden else 0,
         "waits_for_backward": bool(call.outputs),
         "waits_for_all": spec.coupled and not traits.get("ends_with_segments"),
-        "fp8": fp8_copy_origin,
+        "fp8_copy": fp8_copy,
         "teacher_width": 0 if teacher is None or teacher.hidden is None else teacher.hidden.shape[1],
         "teacher_cast": teacher is not None and teacher.casts,
     }
@@ -198,8 +198,8 @@ def sizes_of(
 
 def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     """Raises ValueError if an option needs this library's matmuls, and BLAS runs the matmuls of these sizes."""
-    is_own_fp8 = sizes.fp8 is not None and tokens.spec.backend.stops_at_device_count
-    if not (sizes.skips or sizes.deterministic or is_own_fp8):
+    is_own_fp8 = sizes.fp8_copy is not None and tokens.spec.backend.stops_at_device_count
+    if not (sizes.has_device_count or sizes.deterministic or is_own_fp8):
         return
     has_own_matmuls = sizes.store.stops_at_device_count and tokens.spec.backend.stops_at_device_count
     is_deterministic, device = sizes.deterministic, tokens.call.device
@@ -208,7 +208,7 @@ def check_own_matmuls(tokens: Tokens, sizes: Sizes) -> None:
     segment_labels += [metric.label for metric, _ in tokens.structure.segment_metrics]
     refuse({
         f"skip_ignored=True needs our own matmuls, which do not run these operands ({limits}); use 'wait' or False":
-            sizes.skips and not has_own_matmuls,
+            sizes.has_device_count and not has_own_matmuls,
         f"deterministic=True runs on GPUs of docs/gpus.md alone, and these operands are on {device}; leave it False":
             is_deterministic and device.type == "cpu" and not tokens.spec.backend.stops_at_device_count,
         "deterministic=True goes with bfloat16: gradients of float16 logits are scaled by the largest of a chunk; "

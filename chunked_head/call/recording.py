@@ -33,8 +33,8 @@ def is_recordable(plan: Plan, objective: Objective) -> bool:
         sizes.own_matmul
         and sizes.tokens <= FEW_TOKENS
         and sizes.dtype == torch.bfloat16
-        and not (sizes.deterministic or sizes.padding or sizes.bias_grad or sizes.skips or sizes.waits_for_all)
-        and not (sizes.ends_with_segments or sizes.ranks > 1)
+        and not (sizes.deterministic or sizes.padding or sizes.bias_grad or sizes.has_device_count)
+        and not (sizes.waits_for_all or sizes.ends_with_segments or sizes.ranks > 1)
         and objective.teacher is None
         and objective.column_sets is None
         and objective.columns is None

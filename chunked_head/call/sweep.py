@@ -142,7 +142,7 @@ class HeadWork(LocalWork):
         if len(weight) == 1:
             weight = weight.view(-1).view(weight.shape)  # with the usual strides, which kernels take
         add_targets, fp8 = None if self.shard is None else self.shard.add_targets, None
-        if sizes.fp8:
+        if sizes.fp8_copy:
             fp8 = self.backend.rounded_head(weight, self.fp8_weight)
             if self.plan.e4m3_gradients and sizes.hidden_grad:
                 transpose, fp8_weight = self.backend.transposed, self.fp8_weight

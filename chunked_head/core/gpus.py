@@ -196,26 +196,26 @@ SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # results of ``dhidden_split``
 
 
 def dhidden_split(
-    tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, max_units: int | None = None
+    tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int | None = None
 ) -> DhiddenSplit:
-    """The split with which dhidden's product takes the least time. ``max_units``: the number of parts for which there
+    """The split with which dhidden's product takes the least time. ``most_units``: the number of parts for which there
     is memory; None: four for each multiprocessor.
 
     144 tiles on 132 multiprocessors would take two turns, the second for 12 tiles only. Cut into 11 parts each, these
     12 tiles take an eleventh of a turn. Writing and reading a part's sums takes about 0.2 % of a turn. Since the sums
     also take memory, each part counts as 0.5 % of a turn.
     """
-    max_units = 4 * multiprocessors if max_units is None else max_units
-    key = tile, rows, hidden, vocab, multiprocessors, max_units
+    most_units = 4 * multiprocessors if most_units is None else most_units
+    key = tile, rows, hidden, vocab, multiprocessors, most_units
     return SPLITS.get_or_make(key, lambda: fewest_turns(*key))
 
 
-def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, max_units: int) -> DhiddenSplit:
+def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors: int, most_units: int) -> DhiddenSplit:
     """Computes ``dhidden_split``."""
     num_last_tiles = cdiv(rows, tile.block_m) * cdiv(hidden, tile.block_n) % multiprocessors
     best_split, min_turns = UNCUT, float("inf")
     for num_parts in range(1, MAX_PIECES + 1):
-        if num_parts > 1 and (num_last_tiles * num_parts > max_units or num_parts * MIN_STEPS * tile.block_k > vocab):
+        if num_parts > 1 and (num_last_tiles * num_parts > most_units or num_parts * MIN_STEPS * tile.block_k > vocab):
             break
         turns = cdiv(num_last_tiles * num_parts, multiprocessors) / num_parts + 0.005 * num_parts
         if turns < min_turns:

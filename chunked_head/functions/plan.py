@@ -141,8 +141,8 @@ def plan(
     ends_with_segments = segment_lengths and spec.can_end_with_segments
     size_fields: dict[str, Any] = {
         "columns": num_rows, "ranks": ranks, "hidden_ranks": ranks if sequence_sharded else 1,
-        "largest_part": num_rows if ranks > 1 else None, "skips": skip_ignored,
-        "moved": skip_ignored or ends_with_segments, "ends_with_segments": ends_with_segments,
+        "largest_part": num_rows if ranks > 1 else None, "has_device_count": skip_ignored,
+        "is_moved": skip_ignored or ends_with_segments, "ends_with_segments": ends_with_segments,
         "buffer_dtype": buffer_dtype,
     }  # fmt: skip
     if absent_gpu is not None and "gpu" in device_backend.traits(call_device):

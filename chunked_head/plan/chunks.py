@@ -132,4 +132,4 @@ def widest_tile(plan: Plan, bytes_of: Callable[[int], int], fitting_columns: int
 def e4m3_copy(sizes: Sizes) -> int:
     """Bytes of the e4m3 copies of the weight that a call makes, for chunks of any size."""
     has_transposed = sizes.e4m3_gradients and sizes.hidden_grad
-    return sizes.hidden * (sizes.vocab * (sizes.fp8 == "made") + padded_e4m3(sizes.vocab) * has_transposed)
+    return sizes.hidden * (sizes.vocab * (sizes.fp8_copy == "made") + padded_e4m3(sizes.vocab) * has_transposed)

@@ -161,7 +161,7 @@ def default_budget(sizes: Sizes, ranks: int) -> int:
     # logits count in the operands' dtype, whatever the buffer keeps
     stored_itemsize = 2 if sizes.own_matmul else sizes.wide.itemsize
     stored_bytes = rows * columns * stored_itemsize if sizes.store.has_matmul else 0
-    chunk_plan = with_rows(of_one_row(replace(sizes, copied=False), "forward", 0), rows)  # the copy is of all chunks
+    chunk_plan = with_rows(of_one_row(replace(sizes, is_copied=False), "forward", 0), rows)  # the copy is of all chunks
     return chunk_plan.extra_bytes - stored_bytes + logit_bytes
 
 

@@ -59,13 +59,13 @@ class Plan:
     weight_accumulate: torch.dtype
     note: str = ""  # the reason for the schedule, for the printed plan
     has_unit_rows: bool = False
-    ending: int | None = None  # number of chunks, where chunks end with segments; else None
+    segment_chunks: int | None = None  # number of chunks, where chunks end with segments; else None
     budget_rule: tuple[str, ...] = ()  # the reason for the budget, as lines for the printed plan
 
     @property
     def chunks(self) -> int:
         """Number of chunks of tokens."""
-        return math.ceil(self.sizes.tokens / self.chunk_tokens) if self.ending is None else self.ending
+        return math.ceil(self.sizes.tokens / self.chunk_tokens) if self.segment_chunks is None else self.segment_chunks
 
     @property
     def blocks(self) -> int:
@@ -131,6 +131,12 @@ class Plan:
         warnings.warn("Plan.row_factors is called Plan.has_unit_rows", DeprecationWarning, stacklevel=2)
         return self.has_unit_rows
 
+    @property
+    def ending(self) -> int | None:
+        """The older name of ``segment_chunks``; DeprecationWarning."""
+        warnings.warn("Plan.ending is called Plan.segment_chunks", DeprecationWarning, stacklevel=2)
+        return self.segment_chunks
+
     def __str__(self) -> str:
         return as_text(sections(self))
 
@@ -174,15 +180,14 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
     if plan.schedule == "forward":
         yield from gradient_buffers(sizes, plan.hidden_accumulate, plan.weight_accumulate, SWEEP)
         if sizes.dtype == torch.float16 and sizes.store.has_matmul and sizes.weight_grad and sizes.half_products:
-            # the tile is divided by fp16's scale before it is added. Where 16-bit operands are cast, ``cast_buffers``
-            # has the tile
+            # divided by fp16's scale before it is added; where 16-bit operands are cast, ``cast_buffers`` has it
             tile_rows = min(sizes.vocab, cast_rows(sizes.hidden))
             yield Buffer("gradient of weight, a tile", (tile_rows, sizes.hidden), torch.float32, LOOP, LOOP)
     elif plan.schedule == "recompute":
         yield from gradient_buffers(sizes, sizes.hidden_dtype, plan.weight_accumulate, LOOP)
-    if sizes.copied:
+    if sizes.is_copied:
         yield Buffer("copy of hidden states", (sizes.own_tokens, sizes.hidden), sizes.hidden_dtype, SWEEP, WEIGHT)
-    if sizes.moved and sizes.hidden_grad:
+    if sizes.is_moved and sizes.hidden_grad:
         shape, dtype = (sizes.tokens, sizes.hidden), plan.hidden_accumulate
         yield Buffer("gradient of hidden in the call's order", shape, dtype, HIDDEN, HIDDEN)
     if sizes.hidden_ranks > 1:
@@ -190,12 +195,12 @@ def call_buffers(plan: Plan) -> Iterator[Buffer]:
     if sizes.weight_dtype != sizes.dtype:
         shape = sizes.vocab + sizes.padding, sizes.hidden
         yield Buffer("weight cast for autocast", shape, sizes.dtype, SWEEP, LOOP, "cast")
-    if sizes.fp8 == "made":
+    if sizes.fp8_copy == "made":
         yield Buffer("weight in e4m3", (sizes.vocab, sizes.hidden), torch.float8_e4m3fn, SWEEP, LOOP)
     if plan.e4m3_gradients and sizes.hidden_grad:
         shape = sizes.hidden, padded_e4m3(sizes.vocab)
         yield Buffer("weight in e4m3, transposed", shape, torch.float8_e4m3fn, SWEEP, LOOP)
-    if sizes.fp8:
+    if sizes.fp8_copy:
         yield Buffer("weight times a direction", (sizes.vocab,), torch.float32, SWEEP, LOOP)
     if sizes.teacher_cast:
         shape = (sizes.teacher_columns, sizes.teacher_width)
@@ -251,11 +256,10 @@ def block_buffers(sizes: Sizes, rows: int, columns: int, first: Phase, last: Pha
     reuse the memory of the weight's cast tile, so that the tile's bytes are subtracted."""
     if not sizes.in_blocks:
         return
-    demand = sizes.demand
+    demand, block_bytes = sizes.demand, min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
     has_sums = demand.pairing is not None or bool(demand.sums)
     has_softmax_statistics = len(demand.views) > 1 or any(statistic.of_softmax for statistic in demand.statistics[0])
     cast_bytes = sum(buffer.bytes for buffer in cast_buffers(sizes, columns, LOOP, LOOP))
-    block_bytes = min(TILE_ELEMENTS, rows * columns) * sizes.wide.itemsize
     if first == SWEEP:
         block_count = 8 if has_sums else 4 if has_softmax_statistics else 2
         yield Buffer("blocks of statistics", (max(0, block_count * block_bytes - cast_bytes),), BYTE, SWEEP, SWEEP)
@@ -306,7 +310,7 @@ def operand_buffers(sizes: Sizes, rows: int, first: Phase, last: Phase) -> Itera
     """Buffers of the matmuls' operand: hidden states, with 0 where a token does not count."""
     yield Buffer("hidden states of a chunk", (rows, sizes.hidden), sizes.dtype, first, last)
     yield Buffer("teacher's hidden states of a chunk", (rows, sizes.teacher_width), sizes.dtype, first, last)
-    if sizes.fp8:
+    if sizes.fp8_copy:
         yield Buffer("hidden states in e4m3", (rows, sizes.hidden + 8), BYTE, first, last)  # and two numbers
     if sizes.hidden_ranks > 1:
         yield Buffer("hidden states of all ranks", (rows, sizes.hidden), sizes.hidden_dtype, first, last)
@@ -340,7 +344,7 @@ def own_dweight(plan: Plan, is_stored: bool) -> bool:
     least_rows, most_rows = (0, -1) if sizes.gpu is None else sizes.gpu.own_dweight_rows
     is_only_product = plan.schedule == "forward" and plan.chunks == 1 and plan.weight_accumulate == sizes.dtype
     is_fast = is_stored and is_only_product and least_rows <= sizes.tokens <= most_rows
-    return sizes.own_matmul and (sizes.skips or is_fast)
+    return sizes.own_matmul and (sizes.has_device_count or is_fast)
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
@@ -349,14 +353,14 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     lines = [
         ("tokens x hidden x vocab", f"{sizes.tokens} x {sizes.hidden} x {sizes.vocab}, {name(sizes.dtype)}"),
         ("schedule", plan.schedule + (f" ({plan.note})" if plan.note else "")),
-        ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens" + (" at most" if plan.ending else "")),
+        ("chunks", f"{plan.chunks} of {plan.chunk_tokens} tokens" + (" at most" if plan.segment_chunks else "")),
         ("logits buffer", content_of_logits(sizes)),
     ]
     if sizes.demand.pairing is not None:
         source_text = f"made of hidden states [{sizes.teacher_width}]" if sizes.teacher_width else "given by the caller"
         lines.append(("teacher", f"logits of {sizes.teacher_columns} ids, {source_text}"))
-    if sizes.fp8:
-        operands_text = f"e4m3, the weight's copy {sizes.fp8}; probable ids' logits of {name(sizes.dtype)}"
+    if sizes.fp8_copy:
+        operands_text = f"e4m3, the weight's copy {sizes.fp8_copy}; probable ids' logits of {name(sizes.dtype)}"
         lines.append(("logits' operands", operands_text))
         if sizes.any_grad:
             operands_text = "e4m3, targets and heavy ids apart" if plan.e4m3_gradients else name(sizes.dtype)

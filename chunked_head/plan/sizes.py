@@ -104,10 +104,10 @@ class Sizes:
     teacher_width: int = 0  # columns of the teacher's hidden states; 0 if the caller gives the teacher's logits
     teacher_cast: bool = False  # autocast casts the teacher's head
     # hidden states
-    copied: bool = False  # hidden states are copied, since no view of them is [tokens, hidden]
-    moved: bool = False  # rows run in another order than the caller's; the gradient is put back into the caller's order
-    skips: bool = False  # products stop at a number of rows that stands on the device
-    fp8: Literal["made", "given"] | None = None  # the weight's e4m3 copy, made by the call or given by the caller
+    is_copied: bool = False  # hidden states are copied, since no view of them is [tokens, hidden]
+    is_moved: bool = False  # rows run in another order than the caller's; the gradient is put back into that order
+    has_device_count: bool = False  # products stop at a number of rows that stands on the device
+    fp8_copy: Literal["made", "given"] | None = None  # the weight's e4m3 copy, made by the call or given by the caller
     # ranks
     ranks: int = 1  # ranks that share the vocabulary, whose statistics are merged
     largest_part: int | None = None  # number of columns of the rank with the most columns; None: no rank has others
@@ -177,7 +177,8 @@ class Sizes:
         """True where the forward pass stores exponentials in e4m3, and makes gradients by products of e4m3 operands."""
         can_multiply = self.gpu is not None and self.gpu.e4m3_gradients and self.store.name == "fast"
         has_all_rows = self.hidden_ranks == 1 and not self.deterministic  # cuBLAS chooses by the number of rows
-        return self.fp8 is not None and can_multiply and has_all_rows and self.any_grad and not self.waits_for_backward
+        makes_grads = self.any_grad and not self.waits_for_backward
+        return self.fp8_copy is not None and can_multiply and has_all_rows and makes_grads
 
     @property
     def grads_in_matmul(self) -> bool:
@@ -187,7 +188,7 @@ class Sizes:
     @property
     def keeps_sweep(self) -> bool:
         """True where the sweep stores logits even in a pass that makes no gradients."""
-        return self.fp8 is not None or not (self.own_matmul and self.demand.one_sweep)
+        return self.fp8_copy is not None or not (self.own_matmul and self.demand.one_sweep)
 
     @functools.cached_property
     def teacher_last(self) -> bool:
@@ -206,7 +207,7 @@ class Sizes:
         """True where a kernel of this library computes dhidden, since the kernel is faster than BLAS or since the call
         skips rows or is deterministic."""
         is_faster = self.gpu is not None and self.gpu.own_dhidden
-        return self.own_matmul and (is_faster or self.skips or self.deterministic)
+        return self.own_matmul and (is_faster or self.has_device_count or self.deterministic)
 
     def dhidden_split(self, rows: int, most_units: int | None = None) -> DhiddenSplit:
         """The split of a chunk's dhidden product along the vocabulary into parts. ``most_units``: number of parts whose

@@ -225,6 +225,8 @@ def test_chunks_of_a_call(lengths: list[int], options: dict[str, Any], expected:
         segment_lengths=lengths, backend="torch", **options,
     )  # fmt: skip
     assert out.plan is not None and (out.plan.schedule, out.plan.chunks) == expected
+    with pytest.warns(DeprecationWarning, match="segment_chunks"):
+        assert out.plan.ending == out.plan.segment_chunks
 
 
 def test_a_budget_without_room_for_another_order() -> None:

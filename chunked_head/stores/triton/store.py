@@ -106,7 +106,7 @@ class HalfStore(MatmulStore):
         super().__init__(backend, head, plan, all_rows, tiled)
         assert self.sizes.gpu is not None
         self.gpu = self.sizes.gpu
-        if self.sizes.fp8:
+        if self.sizes.fp8_copy:
             self.e4m3_hidden = empty_quantised(self.rows, self.sizes.hidden, head.weight.device, has_row_scales=True)
 
     def operands(self, rows: Rows, head: Head, is_new: bool) -> tuple[Matrix, Matrix]:
