@@ -60,18 +60,18 @@ class Inputs(NamedTuple):
     withheld: frozenset[str] = frozenset()  # names of fields of the call that are not in ``fields``
     rank_sums: RankSums | None = None  # sums over ranks, where ranks hold different tokens
 
-    def map(self, change: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
-        """The inputs with ``change(tensor, dim)`` in place of each tensor. ``dim``: the tensor's dimension of
+    def map(self, function: Callable[[Tensor, int | None], Tensor]) -> "Inputs":
+        """The inputs with ``function(tensor, dim)`` in place of each tensor. ``dim``: the tensor's dimension of
         tokens, or None."""
         field_dims = {name: 0 if name in self.token_fields else None for name in self.fields}
         return self._replace(
-            target=change(self.target, 0),
-            summand_factors=change(self.summand_factors, None),
-            fields={name: change(value, field_dims[name]) for name, value in self.fields.items()},
+            target=function(self.target, 0),
+            summand_factors=function(self.summand_factors, None),
+            fields={name: function(value, field_dims[name]) for name, value in self.fields.items()},
             summand_tensors=[
-                {name: change(value, None) for name, value in tensors.items()} for tensors in self.summand_tensors
+                {name: function(value, None) for name, value in tensors.items()} for tensors in self.summand_tensors
             ],
-            metric_weights={name: change(value, 0) for name, value in self.metric_weights.items()},
+            metric_weights={name: function(value, 0) for name, value in self.metric_weights.items()},
         )
 
     def narrow(self, rows: slice) -> "Inputs":

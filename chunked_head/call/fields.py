@@ -126,7 +126,7 @@ def check_fields(call: Call[Any], names: Sequence[str], field_kinds: Mapping[str
     if unpaired := [field for field in KEPT_FIELDS if field in names and "kept_ids" not in names]:
         raise ValueError(f"batch[{unpaired[0]!r}] goes with batch['kept_ids'], which is missing; add these, or drop it")
     if "kept_offsets" in names:
-        kept_ids, kept_offsets, offset_count = batch["kept_ids"], batch["kept_offsets"], math.prod(call.leading) + 1
+        kept_ids, kept_offsets, offset_count = batch["kept_ids"], batch["kept_offsets"], math.prod(call.token_shape) + 1
         check_shape("batch['kept_ids']", kept_ids, kept_ids.dim() == 1, "[n] beside kept_offsets", "")
         has_right_shape = tuple(kept_offsets.shape) == (offset_count,)
         check_shape(
@@ -140,8 +140,8 @@ def check_fields(call: Call[Any], names: Sequence[str], field_kinds: Mapping[str
             raise TypeError(f"batch['kept_offsets'] must be int64, got {name_of(kept_offsets.dtype)}; cast it")
     elif "kept_ids" in names:
         kept_ids = batch["kept_ids"]
-        has_right_shape = kept_ids.dim() > 0 and tuple(kept_ids.shape[:-1]) == call.leading
-        expected_text = f"{call.leading}, the target's, and one more dimension, -1 for no id, without kept_offsets"
+        has_right_shape = kept_ids.dim() > 0 and tuple(kept_ids.shape[:-1]) == call.token_shape
+        expected_text = f"{call.token_shape}, the target's, and one more dimension, -1 for no id, without kept_offsets"
         check_shape("batch['kept_ids']", kept_ids, has_right_shape, expected_text, "")
     for field, partner_field in SHAPED_AS.items():
         if field in names and partner_field in names:
@@ -153,7 +153,7 @@ def check_fields(call: Call[Any], names: Sequence[str], field_kinds: Mapping[str
 def check_field(call: Call[Any], field: str, kind: Field) -> None:
     """Raises for a field of a wrong type, device, dtype or shape."""
     batch: Any = call.batch
-    argument, value, leading, num_segments = f"batch[{field!r}]", batch[field], call.leading, call.num_segments
+    argument, value, token_shape, num_segments = f"batch[{field!r}]", batch[field], call.token_shape, call.num_segments
     if field == TEMPERATURE or (field in ("mask", "token_weights") and call.function not in TAKE_BATCH):
         argument = field.partition(" ")[0]  # the user's name of the argument
     check_tensor(argument, value, optional=False)
@@ -168,13 +168,14 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
     if field in KEPT_FIELDS:
         return
     shape, pairs = tuple(value.shape), batch.get("pairs")
-    leading_shape, description = {
-        "token": (leading, "that of the target"),
-        "row": (leading, "that of the target"),
+    expected_shape, description = {
+        "token": (token_shape, "that of the target"),
+        "row": (token_shape, "that of the target"),
         "segment": ((num_segments,), "one per segment"),
         "pair": (tuple((pairs if isinstance(pairs, Tensor) else value).shape[:1]), "one per pair"),
     }.get(kind.kind, ((), "a constant"))
-    has_right_shape = len(shape) == len(leading_shape) + kind.trailing and shape[: len(leading_shape)] == leading_shape
+    has_right_dims = len(shape) == len(expected_shape) + kind.trailing
+    has_right_shape = has_right_dims and shape[: len(expected_shape)] == expected_shape
     if field == "kl_baseline":
         has_right_shape, description = (
             shape in ((), (1,), (num_segments,)),
@@ -185,11 +186,11 @@ def check_field(call: Call[Any], field: str, kind: Field) -> None:
             has_right_shape and shape[1] == 2,
             "segment ids of chosen and rejected, [pairs, 2]",
         )
-    shape_text = ", ".join([*map(str, leading_shape), *["..."] * kind.trailing])
+    shape_text = ", ".join([*map(str, expected_shape), *["..."] * kind.trailing])
     check_shape(
         argument, value, has_right_shape, f"({shape_text}), {description}", "nothing is broadcast: expand or reshape it"
     )
-    if kind.kind in ("token", "row") and 0 in shape[len(leading) :]:
+    if kind.kind in ("token", "row") and 0 in shape[len(token_shape) :]:
         raise ValueError(f"{argument} must not be empty along its last dimension, got {shape}")
 
 

@@ -82,7 +82,7 @@ def logits_work(tokens: Tokens, objective: Objective) -> tuple[Tensor, LogitsWor
     if logits.dim() != 2:
         logits = logits.reshape(-1, logits.shape[-1])
     if shard is not None:
-        fields = {"tokens": str(call.leading), "logits.dtype": str(logits.dtype)}
+        fields = {"tokens": str(call.token_shape), "logits.dtype": str(logits.dtype)}
         fields |= text_fields(objective.demand.of_columns(None), "demand.")
         shard = shard.agreed_on(request_fields(tokens) | fields, logits.device)
     return logits, LogitsWork(

@@ -211,7 +211,7 @@ class Call(Generic[Result]):
     shares_denominator: bool = False  # all losses are divided by the first one's denominator
     # what is returned
     outputs: tuple[str, ...] = ()  # names of the values that are returned for each token; empty for one loss
-    unplanned: tuple[str, ...] = ()  # names of outputs whose gradients are made from logits that are computed again
+    unplanned_outputs: tuple[str, ...] = ()  # names of outputs whose gradients are made from recomputed logits
     top_k: int | None = option(lambda x: None if x is None else checks.check_int("top_k", x))
     result: Callable[[Any], Result]
 
@@ -226,7 +226,7 @@ class Call(Generic[Result]):
                 f"{type(self.batch).__name__}"
             )
         shape = rows.shape[::-1] if weight is None else weight.shape
-        self.leading, self.device = tuple(rows.shape[:-1]), rows.device  # shape of the target; device of all operands
+        self.token_shape, self.device = tuple(rows.shape[:-1]), rows.device  # of the target; of all operands
         self.local_vocab = shape[0] if shape else 0  # rows on this rank, padding included
         if isinstance(self.temperature, Tensor):
             self.temperatures: Tensor | None = self.temperature  # [...] one per token
@@ -266,9 +266,9 @@ class Call(Generic[Result]):
         return tuple([name for name in self.outputs if name not in WITHOUT_SLOPE])
 
     @property
-    def planned(self) -> tuple[str, ...]:
-        """Names of the outputs whose gradients the plan provides for: ``differentiable`` without ``unplanned``."""
-        return tuple([name for name in self.differentiable if name not in self.unplanned])
+    def planned_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs whose gradients the plan provides for: all but ``unplanned_outputs``."""
+        return tuple([name for name in self.differentiable if name not in self.unplanned_outputs])
 
     @functools.cached_property
     def gradient_buffer(self) -> GradientBuffer | None:
@@ -289,7 +289,7 @@ class Call(Generic[Result]):
         dtype = checks.check_operands(self.rows, self.weight, self.target, self.bias)
         dtype = torch.promote_types(dtype, torch.float32) if self.weight is None else dtype
         check_options({name: getattr(self, name) for name in OPTIONS})
-        if self.shift and not self.leading:
+        if self.shift and not self.token_shape:
             raise ValueError(f"shift={self.shift} needs a target with a dimension to shift along, got a 0-d target")
         if self.shard is None and self.vocab > self.local_vocab:
             description = "logits have {} columns" if self.weight is None else "weight has {} rows"
@@ -318,7 +318,7 @@ class Call(Generic[Result]):
                 is_sharded and self.shift,
             "skip_ignored does not go with sequence_sharded=True; leave it False": is_sharded and self.skip_ignored,
             "sequence_sharded=True takes hidden states [tokens, hidden] or more dimensions":
-                is_sharded and not self.leading,
+                is_sharded and not self.token_shape,
             # a + b = b + a, but torch.distributed adds more shares in an order that depends on a row's place
             "deterministic=True goes with VocabParallel of at most 2 ranks where hidden takes a gradient; use "
             "reduce_dhidden=False and a sum of your own, or deterministic=False":

@@ -63,7 +63,7 @@ def run(call: Call[Any], spec: Spec) -> Outcome:
             outputs = tuple(map(tokens.packing.unpack, outputs))
         if call.shard is not None and call.weight is not None:
             outputs = tuple(map(call.shard.own_tokens, outputs))
-        outputs = all_at_targets(outputs, call.leading, call.shift)
+        outputs = all_at_targets(outputs, call.token_shape, call.shift)
     return Outcome(outputs, work.plan, tokens, work.objective, *finished[0])
 
 
@@ -84,7 +84,7 @@ def prepared(
     objective = objective_of(tokens, plan)
     temperature, shard = tokens.structure.temperature, call.shard
     if shard is not None:
-        fields = request_fields(tokens) | {"tokens": str(call.leading), "segment_lengths": str(spans)}
+        fields = request_fields(tokens) | {"tokens": str(call.token_shape), "segment_lengths": str(spans)}
         shard = shard.agreed_on(fields | plan.in_common, hidden.device)
     can_record = shard is None and tokens.packing is None and spec.backend.recording
     work_on_hidden = HeadWork(
@@ -166,8 +166,8 @@ class CallFunction(torch.autograd.Function):
             # Under an activation checkpoint, reading saved tensors runs the forward pass again, with its messages, so
             # all ranks that exchange them must read or none. ``reads_saved``: backward reads even if it has gradients.
             # Nor does a change of an operand pass unseen where gradients wait for each token's own.
-            waiting_works = [w for w in works if w.objective.exchanges or (w.plan is not None and w.plan.has_unit_rows)]
-            ctx.reads_saved, ctx.is_overwritten = bool(waiting_works), False
+            ctx.reads_saved = any(w.objective.exchanges or (w.plan is not None and w.plan.has_unit_rows) for w in works)
+            ctx.is_overwritten = False
         ctx.mark_non_differentiable(*outputs[works[0].objective.differentiable :])
         ctx.set_materialize_grads(False)
         return outputs

@@ -143,8 +143,9 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     """The Spec's key, and the numbers of head, losses and metrics, which the key leaves out. The key is None where no
     other call can use the Spec: for options or tensors of unusual types, and on the meta device."""
     batch: Any = {} if call.batch is None else call.batch
-    num_segments, loss_terms, device, leading = call.num_segments, call.losses.terms, call.device.type, call.leading
-    static_values, head_numbers = STATIC_VALUES(call), (call.softcap, call.logit_scale, call.plain_temperature)
+    num_segments, loss_terms, device = call.num_segments, call.losses.terms, call.device.type
+    token_shape, static_values = call.token_shape, STATIC_VALUES(call)
+    head_numbers = call.softcap, call.logit_scale, call.plain_temperature
     option_types = tuple(map(type, (*static_values, *head_numbers)))
     operands = [x for x in (call.rows, call.target, call.weight, call.bias) if x is not None]
     if (
@@ -175,10 +176,10 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
     token_tensors = call.rows, call.target, *[batch[name] for name in batch if name in PER_TOKEN]
     shared_tensors = call.weight, call.bias, *loss_tensors
     tensor_key = (
-        len(leading),
+        len(token_shape),
         num_segments is None,
         tuple(batch),
-        metadata_of(token_tensors, leading),
+        metadata_of(token_tensors, token_shape),
         metadata_of(shared_tensors),
         tuple([of_field(name, value, field_kinds, call) for name, value in batch.items() if name not in PER_TOKEN]),
     )
@@ -193,27 +194,28 @@ def key_of(call: Call[Any]) -> tuple[Hashable | None, tuple[Any, ...]]:
         tuple(map(temperatures.index, temperatures)),
         tuple(map(vocabulary_sums.index, vocabulary_sums)),
     )
-    key = option_key, call.unplanned, autocast_and_grad_mode, tensor_key, function_key
+    key = option_key, call.unplanned_outputs, autocast_and_grad_mode, tensor_key, function_key
     return key, (head_numbers, *[measure.number_key for measure in measures])
 
 
-def metadata_of(tensors: Sequence[Tensor | None], leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
+def metadata_of(tensors: Sequence[Tensor | None], leading_shape: tuple[int, ...] = ()) -> tuple[Any, ...]:
     """Returns a tuple for each tensor: shape, dtype and all else that checks read; None for an argument None. A shape
-    that begins with ``leading`` loses these dimensions. Any other shape is complete, and a check will raise for it."""
-    leading_dims, metadata_by_tensor = len(leading), list[Any]()
+    that begins with ``leading_shape`` loses these dimensions. Any other shape is complete, and a check will raise for
+    it."""
+    leading_dims, metadata_by_tensor = len(leading_shape), list[Any]()
     for x in tensors:
         if x is None:
             metadata_by_tensor.append(None)
             continue
         shape = x.shape
-        trailing = shape[leading_dims:] if shape[:leading_dims] == leading else (shape,)
+        trailing = shape[leading_dims:] if shape[:leading_dims] == leading_shape else (shape,)
         metadata_by_tensor.append((trailing, x.dtype, x.device, x.layout, x.requires_grad))
     return tuple(metadata_by_tensor)
 
 
-def metadata(tensor: Tensor, leading: tuple[int, ...] = ()) -> tuple[Any, ...]:
+def metadata(tensor: Tensor, leading_shape: tuple[int, ...] = ()) -> tuple[Any, ...]:
     """``metadata_of`` a single tensor."""
-    (tensor_metadata,) = metadata_of((tensor,), leading)
+    (tensor_metadata,) = metadata_of((tensor,), leading_shape)
     return tuple(tensor_metadata)
 
 
@@ -222,17 +224,17 @@ def of_field(name: str, value: Tensor, kinds: Mapping[str, Field], call: Call[An
     other lengths share a key. If a check compares this length with another field's length, the key has the result of
     the comparison. ``kinds``: for each name that losses declare, its ``Field``."""
     batch: Any = call.batch
-    leading, num_segments, shape = call.leading, call.num_segments, tuple(value.shape)
+    token_shape, num_segments, shape = call.token_shape, call.num_segments, tuple(value.shape)
     if name in KEPT_FIELDS:
-        surplus_rows = shape[0] - math.prod(leading) if name == "kept_offsets" and shape else 0
+        surplus_rows = shape[0] - math.prod(token_shape) if name == "kept_offsets" and shape else 0
         has_ids_shape = name != "candidate_bias" or ("kept_ids" in batch and batch["kept_ids"].shape == shape)
-        return len(shape), surplus_rows, shape[:-1] == leading, has_ids_shape, *metadata(value)[1:]
+        return len(shape), surplus_rows, shape[:-1] == token_shape, has_ids_shape, *metadata(value)[1:]
     kind = (kinds.get(name) or FIELDS.get(name, Field("constant"))).kind
     if kind == "pair":
         return metadata(value, tuple(batch.get("pairs", value).shape[:1]))
     if kind == "segment" and num_segments is not None:
         return metadata(value, (num_segments,))
-    return metadata(value, leading) if kind in ("token", "row") else (shape == (num_segments,), *metadata(value))
+    return metadata(value, token_shape) if kind in ("token", "row") else (shape == (num_segments,), *metadata(value))
 
 
 def measures_of(call: Call[Any]) -> list[Summand | Metric]:
@@ -285,7 +287,7 @@ def decided(
     structure, demand = structure_at(call, field_names, columns, teacher_vocab)
     summands = [summand for _, summand in call.losses.terms]
     is_coupled = not call.outputs and "segment" in [summand.scope for summand in summands]
-    num_row_factors = len(call.planned[:2])
+    num_row_factors = len(call.planned_outputs[:2])
     if is_coupled:
         num_row_factors = 1 if structure.of_logprobs else 2
     is_separable = call.weight is not None and not call.skip_ignored and all(s.is_separable for s in summands)
@@ -320,7 +322,7 @@ def structure_at(
         # squared probabilities are a softmax at half the temperature, up to a factor
         views = (*demand.views, View(2.0)) if has_squares else demand.views
         statistics = needed([(name, view) for name in call.outputs], len(views))
-        sloped_statistics = needed([(name, view) for name in call.planned], len(views))
+        sloped_statistics = needed([(name, view) for name in call.planned_outputs], len(views))
         has_slopes = any(s.slopes is not None for of_view in sloped_statistics for s in of_view)
         is_rank_one = not (demand.sums or has_slopes or has_squares)
         lists = lists_of(call.outputs, 0, call.top_k or 0)

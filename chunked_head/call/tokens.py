@@ -150,10 +150,10 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
             raise ValueError(
                 f"{name} is negated lazily, as z.conj().imag is, and kernels read memory; pass {name}.resolve_neg()"
             )
-    target, leading = call.target, call.leading
+    target, token_shape = call.target, call.token_shape
     if call.shard is not None and call.sequence_sharded:
-        target, batch, leading = of_all_ranks(call.shard, call, spec, batch)
-    tokens = read_tokens(call, spec, structure, target, batch, leading)
+        target, batch, token_shape = of_all_ranks(call.shard, call, spec, batch)
+    tokens = read_tokens(call, spec, structure, target, batch, token_shape)
     fields, tokens.scale = tokens.fields, tokens.fields.pop(TEMPERATURE, None)
     if fields:
         pairing, field_kinds = structure.pairing, spec.field_kinds
@@ -168,7 +168,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
         ]
         tokens.fields, tokens.token_fields = fields, frozenset(token_field_names)
     if "kept_ids" in spec.field_names and len(tokens.targets):
-        tokens = replace(tokens, column_sets=sets_of(tokens, batch, leading, call.kept_everywhere))
+        tokens = replace(tokens, column_sets=sets_of(tokens, batch, token_shape, call.kept_everywhere))
     if call.weight is not None and call.skip_ignored:
         # on the CPU there is no device to wait for
         host_waits = call.skip_ignored == "wait" or (
@@ -177,7 +177,7 @@ def tokens_of(call: Call[Any], spec: Spec) -> Tokens:
         return packed(tokens, Packing.by_target(tokens.targets, host_waits))
     if not (spec.can_end_with_segments and call.segments is not None and len(tokens.targets)):
         return tokens
-    return replace(tokens, groups=groups_of(*call.segments, leading[-1] if leading else 1, call.shift))
+    return replace(tokens, groups=groups_of(*call.segments, token_shape[-1] if token_shape else 1, call.shift))
 
 
 def structure_of_call(call: Call[Any], spec: Spec) -> Structure:
@@ -199,16 +199,16 @@ def read_tokens(
     structure: Structure,
     target: Tensor | None,
     batch: Mapping[str, Tensor],
-    leading: tuple[int, ...],
+    token_shape: tuple[int, ...],
 ) -> Tokens:
     """Makes the tokens of a call from the caller's ``target`` and ``batch``. Moves targets and fields by ``shift``, to
-    the rows of hidden states that predict them. Fields are 0, and ids -1, where a token does not count. ``leading``:
-    shape of the target. A wrong value raises on the CPU; elsewhere it makes ``one_or_nan`` and ``inverse`` nan."""
+    the rows of hidden states that predict them. Fields are 0, and ids -1, where a token does not count. ``token_shape``
+    is that of the target. A wrong value raises on the CPU; elsewhere it makes ``one_or_nan`` and ``inverse`` nan."""
     dtype, field_kinds, shift, ignore_index = spec.statistics_dtype, spec.field_kinds, call.shift, call.ignore_index
     if target is None:
         # every token counts, with id 0; -1 takes the place of the caller's ignore_index, which may be 0
         ignore_index = -1
-        target = torch.zeros(leading, dtype=torch.int64, device=call.device)
+        target = torch.zeros(token_shape, dtype=torch.int64, device=call.device)
     on_cpu, mask = reading_is_free(target), batch["mask"] if "mask" in spec.field_names else None
     read_targets = spec.backend.read_targets
     targets, counted, one_or_nan, inverse = read_targets(target, mask, shift, ignore_index, call.vocab, dtype)
@@ -233,7 +233,7 @@ def read_tokens(
     for name in other_names:
         value, field_kind = batch[name], field_kinds[name]
         if field_kind.kind in ("token", "row"):
-            value = rows_of_field(call, spec, name, value, is_ignored, leading, checks)
+            value = rows_of_field(call, spec, name, value, is_ignored, token_shape, checks)
         elif name == "pairs":
             value = checks.in_range(name, value.to(torch.int64), call.num_segments or 0, None)
         elif name not in TEACHER_FIELDS:
@@ -258,12 +258,12 @@ def rows_of_field(
     name: str,
     value: Tensor,
     is_ignored: Tensor,
-    leading: tuple[int, ...],
+    token_shape: tuple[int, ...],
     checks: RangeChecks,
 ) -> Tensor:
     """Returns a field [tokens, ...] in the order of hidden states. Where ``is_ignored`` [tokens] bool is true, numbers
     are 0 and ids -1."""
-    kind, leading_dims = spec.field_kinds[name], len(leading)
+    kind, leading_dims = spec.field_kinds[name], len(token_shape)
     if kind.kind == "token" and leading_dims:
         value = shift_left(value, call.shift, -1 if kind.type == "int" else 0, leading_dims - 1)
     value = value.reshape(-1, *value.shape[leading_dims:])
@@ -330,7 +330,7 @@ def of_all_ranks(
 ) -> tuple[Tensor | None, Mapping[str, Tensor], tuple[int, ...]]:
     """Gathers targets and fields from ranks that hold different tokens. Returns the targets of all ranks' tokens, the
     fields by name, and the leading shape of targets and fields, (number of all ranks' tokens,)."""
-    leading_dims, token_count = len(call.leading), math.prod(call.leading)
+    leading_dims, token_count = len(call.token_shape), math.prod(call.token_shape)
     token_field_names = [name for name in spec.field_names if spec.field_kinds[name].kind in ("token", "row")]
     local_tensors = {name: batch[name].flatten(0, leading_dims - 1) for name in token_field_names}
     if call.target is not None:
@@ -351,7 +351,7 @@ def in_order(tokens: Tokens, groups: Sequence[Group]) -> Tokens:
     return packed(tokens, Packing(order.to(tokens.call.device, non_blocking=True), None, len(order)))
 
 
-def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...], everywhere: bool) -> ColumnSets:
+def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], token_shape: tuple[int, ...], everywhere: bool) -> ColumnSets:
     """Sets of columns from the batch's ``kept_ids`` and ``kept_offsets``. Wrong ids or offsets raise on the CPU and
     make all results nan elsewhere. ``everywhere``: the user promises that every token that counts has a set."""
     targets, vocab = tokens.targets, tokens.call.vocab
@@ -364,7 +364,8 @@ def sets_of(tokens: Tokens, batch: Mapping[str, Tensor], leading: tuple[int, ...
     set_columns = torch.empty_like(set_rows, dtype=torch.int32)
     bias = None if set_bias is None else set_bias.new_zeros(len(set_rows))
     column_sets = ColumnSets(set_begins, set_ends, set_rows, set_columns, everywhere, bias)
-    sequence_length, set_offsets = leading[-1] if leading else 1, None if offsets is None else offsets.contiguous()
+    sequence_length = token_shape[-1] if token_shape else 1
+    set_offsets = None if offsets is None else offsets.contiguous()
     outputs = set_begins, set_ends, set_rows, set_columns, column_sets.bias, tokens.one_or_nan, tokens.inverse
     tokens.spec.backend.kept_sets(
         *outputs, targets, ids, set_offsets, set_bias, sequence_length, tokens.call.shift, vocab, everywhere

@@ -95,7 +95,7 @@ def as_operator(name: str, arguments: dict[str, Any]) -> Any:
 
     This function uses nothing but tuples, attributes and the operator, since a compiler traces it.
     """
-    from .tracing import registered
+    from .tracing import store_recipe
 
     operands = [arguments[operand] for operand in OPERANDS if arguments.get(operand) is not None]
     device = operands[0].device
@@ -113,7 +113,7 @@ def as_operator(name: str, arguments: dict[str, Any]) -> Any:
         [(argument, described(value, tensors)) for argument, value in arguments.items() if argument not in OPERANDS]
     )
     autocast_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    key, is_grad_enabled = registered(name, described_arguments, autocast_dtype), torch.is_grad_enabled()
+    key, is_grad_enabled = store_recipe(name, described_arguments, autocast_dtype), torch.is_grad_enabled()
     if not key:
         return None
     needs_grad = [is_grad_enabled and operand.requires_grad for operand in operands]

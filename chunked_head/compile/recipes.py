@@ -110,7 +110,7 @@ def restored(description: tuple, tensors: list[Tensor]) -> Any:
     return content
 
 
-def registered(function: str, arguments: tuple, autocast_dtype: torch.dtype | None) -> str:
+def store_recipe(function: str, arguments: tuple, autocast_dtype: torch.dtype | None) -> str:
     """Stores a recipe and returns its key. The key is equal in all processes, since compiled graphs are kept on disk.
     Returns "" if ``arguments`` contain a user's function, since no graph holds such a call."""
     if has_users_function(arguments):

@@ -43,18 +43,18 @@ def with_candidates(call: Call[Any], candidates: Tensor | None, candidate_bias: 
     if any((batch or {}).get(name) is not None for name in ("kept_ids", "kept_offsets")):
         raise ValueError("candidates are sets that all tokens keep, and kept_ids are others; pass one of them")
     shape = tuple(candidates.shape)
-    if not shape or shape[-1] == 0 or (len(shape) > 1 and shape[:-1] != tuple(call.leading)):
+    if not shape or shape[-1] == 0 or (len(shape) > 1 and shape[:-1] != tuple(call.token_shape)):
         raise ValueError(
-            f"candidates must be [K], or the target's shape {call.leading} and one more dimension, K at least 1, got "
-            f"{shape}"
+            f"candidates must be [K], or the target's shape {call.token_shape} and one more dimension, K at least 1, "
+            f"got {shape}"
         )
     if candidate_bias is not None and tuple(candidate_bias.shape) != shape:
         raise ValueError(
             f"candidate_bias must have the shape of candidates, {shape}, got {tuple(candidate_bias.shape)}"
         )
     fields = {"kept_ids": candidates, "candidate_bias": candidate_bias}
-    token_shape = *call.leading, shape[-1]  # candidates [K] are expanded to [..., K]
-    expanded_fields = {name: value.expand(token_shape) for name, value in fields.items() if value is not None}
+    set_shape = *call.token_shape, shape[-1]  # candidates [K] are expanded to [..., K]
+    expanded_fields = {name: value.expand(set_shape) for name, value in fields.items() if value is not None}
     return replace(call, batch={**(batch or {}), **expanded_fields}, kept_everywhere=True)
 
 
@@ -63,7 +63,7 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
     segment, ``Call.num_segments`` to their number, and ``Call.segments`` to the lengths and pairs as Python numbers.
     TypeError or ValueError for wrong lengths, and for a call that cannot take lengths (``TokenParallel``)."""
     batch: Any = call.batch
-    lengths, num_tokens = lengths_as_ints(segment_lengths), math.prod(call.leading)
+    lengths, num_tokens = lengths_as_ints(segment_lengths), math.prod(call.token_shape)
     if "segments" in (batch or {}):
         raise ValueError("segment_lengths say which tokens are a segment: leave out batch['segments']")
     if call.token_parallel is not None or call.sequence_sharded:
@@ -98,7 +98,8 @@ def with_segments(call: Call[Any], segment_lengths: Sequence[int] | Tensor) -> C
         fields["pairs"] = pairs.to(call.device, non_blocking=True)
     device_lengths = torch.tensor(lengths, device="cpu").to(call.device, non_blocking=True)
     segment_ids = torch.arange(len(lengths), device=call.device)
-    fields["segments"] = torch.repeat_interleave(segment_ids, device_lengths, output_size=num_tokens).view(call.leading)
+    token_segments = torch.repeat_interleave(segment_ids, device_lengths, output_size=num_tokens)
+    fields["segments"] = token_segments.view(call.token_shape)
     return replace(call, batch=fields, num_segments=len(lengths), segments=(lengths, pairs_on_host))
 
 

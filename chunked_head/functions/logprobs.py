@@ -151,11 +151,11 @@ def linear_logprobs(
 
 def with_first_planned(name: str, *args: Any, **options: Any) -> Any:
     """The result of the public function ``name``, by a plan that expects a gradient of the first result only."""
-    return execute(
-        lambda *call_args, **call_options: replace(TASKS[name](*call_args, **call_options), unplanned=RESULT_FLAGS),
-        args,
-        options,
-    )
+
+    def make_call(*call_args: Any, **call_options: Any) -> Call[Any]:
+        return replace(TASKS[name](*call_args, **call_options), unplanned_outputs=RESULT_FLAGS)
+
+    return execute(make_call, args, options)
 
 
 class LogprobsOfTrainer:

@@ -274,7 +274,7 @@ def test_recipes() -> None:
 
     def key_of(loss: Summand, metric: Metric, function: str = "linear_loss", autocast: Any = None) -> str:
         described = recipes.described({"loss": Losses(((1.0, loss),)), "metrics": (metric,)}, [])
-        return recipes.registered(function, described, autocast)
+        return recipes.store_recipe(function, described, autocast)
 
     metric, others = metrics.entropy(), {"function": test_recipes, "options": {"other": 1}, "needs": frozenset({"x"})}
     keys = [key_of(summand, metric), key_of(summand, metric, "another"), key_of(summand, metric, autocast=torch.half)]
