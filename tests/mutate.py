@@ -97,7 +97,7 @@ MUTATIONS = [Mutation(*row) for row in (
     ("shared: statistics that a user's function writes to", EVALUATE, "Stats(Copies(statistics))", "Stats(statistics)", "tests/losses/test_custom_metric.py"),
     ("shared: fields that a user's function writes to", EVALUATE, "batch.copies()", "batch", "tests/losses/test_custom_metric.py"),
     ("lost: what a call that raised has left in the caller's buffer", "chunked_head/call/sweep.py", "grads.gradient_buffer.written = True", "pass", BUFFER),
-    ("name: a process group that is gone", "chunked_head/metrics/values.py", "return cls(group.group_name, GROUP_NUMBERS[group])", "return cls(group.group_name, 0)", METRICS + " -k group"),
+    ("name: a process group that is gone", "chunked_head/metrics/values.py", "return group.group_name, GROUP_NUMBERS[group]", "return group.group_name, 0", METRICS + " -k group"),
     ("stale: an e4m3 copy of a weight that a fused optimizer has changed", "chunked_head/stores/quantised.py", " or self not in CURRENT:", ":", "tests/functions/test_fp8.py -k outdates"),
     # kernels
     ("sign: the target's term in kernels", "kernels/gradients/identity.py", "tl.where(is_target, grad - {}, grad)", "tl.where(is_target, grad + {}, grad)", GRAD_LOGITS),

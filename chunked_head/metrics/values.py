@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 from weakref import WeakKeyDictionary
 
 import torch
@@ -124,22 +124,17 @@ def as_metrics(metrics: Any) -> tuple[Metric, ...]:
     return metric_tuple
 
 
-class Group(NamedTuple):
-    """The identity of a process group. A ``Group`` can be copied and pickled. Two groups of the same name,
-    such as one before and one after a restart of torch.distributed, have different numbers."""
-
-    name: str
-    number: int  # position of the group in the order in which this process first used its groups
-
-    @classmethod
-    def from_process_group(cls, group: Any) -> "Group":
-        if group not in GROUP_NUMBERS:
-            GROUP_NUMBERS[group] = next(NEXT_GROUP_NUMBER)
-        return cls(group.group_name, GROUP_NUMBERS[group])
-
-
 GROUP_NUMBERS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by process group, in order of first use
 NEXT_GROUP_NUMBER = itertools.count()  # iterator of the numbers of groups
+
+
+def name_and_number(group: Any) -> tuple[str, int]:
+    """The identity of a process group, a pair that can be pickled: the group's name, and its position in the order in
+    which this process first used its groups. Two groups of the same name, such as one before and one after a restart
+    of torch.distributed, have different numbers."""
+    if group not in GROUP_NUMBERS:
+        GROUP_NUMBERS[group] = next(NEXT_GROUP_NUMBER)
+    return group.group_name, GROUP_NUMBERS[group]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +147,8 @@ class MetricValue:
     count: Tensor | None = None  # number of tokens that count; by weighting, of segments or documents with such a token
     extremum: Tensor | None = None  # without tokens a maximum is -inf and a minimum inf
     finish: Finish = "mean"
-    whole_of: "Group | None" = None  # the process group over which the metric is reduced; None: over this rank only
+    # name and number of the process group over which the metric is reduced; None: over this rank only
+    whole_of: tuple[str, int] | None = None
 
     @property
     def value(self) -> Tensor:
@@ -285,13 +281,14 @@ def all_reduce(metrics: Mapping[str, MetricValue], group: Any = None) -> dict[st
     if not metrics or not (distributed.is_available() and distributed.is_initialized()):
         return dict(metrics)
     process_group: Any = distributed.group.WORLD if group is None else group
-    group_id, unreduced = Group.from_process_group(process_group), dict[str, MetricValue]()
+    (group_name, group_number), unreduced = name_and_number(process_group), dict[str, MetricValue]()
     for name, metric_value in metrics.items():
-        if metric_value.whole_of == group_id:
+        reduced_name, reduced_number = metric_value.whole_of or (None, None)
+        if (reduced_name, reduced_number) == (group_name, group_number):
             continue
-        if metric_value.whole_of is not None and metric_value.whole_of.name == group_id.name:
+        if reduced_name == group_name:
             raise ValueError(
-                f"metric {name!r} is of a process group {group_id.name!r} that is no longer there; another one has its "
+                f"metric {name!r} is of a process group {group_name!r} that is no longer there; another one has its "
                 "name now, and which ranks' tokens it holds is not known: reduce metrics before "
                 "destroy_process_group()"
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..losses.base import Summand
-from ..metrics.values import Group, MetricValue, over_ranks
+from ..metrics.values import MetricValue, name_and_number, over_ranks
 from .agreement import all_gather, all_reduce
 from .groups import TokenParallel
 
@@ -61,5 +61,5 @@ def metrics_of_all_ranks(metrics: Mapping[str, MetricValue], parallel: TokenPara
     """Returns metrics over the tokens of all ranks, by name, equal on all ranks; sends one message. ``metrics``:
     metrics with sums and extrema of this rank's tokens, and counts of all ranks' tokens."""
     reduced_metrics = over_ranks(metrics, parallel.group, sums_counts=False, gather=all_gather)
-    group = Group.from_process_group(parallel.group)
-    return {name: replace(value, whole_of=group) for name, value in reduced_metrics.items()}
+    group_id = name_and_number(parallel.group)
+    return {name: replace(value, whole_of=group_id) for name, value in reduced_metrics.items()}
