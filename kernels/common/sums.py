@@ -240,15 +240,12 @@ def code_of_sums(kinds: Sequence[SumKind]) -> KernelCode:
     return KernelCode([*user_functions(kinds), add_sums(kinds)], constants, tuple_lengths, {})
 
 
-def kernel_of(
-    body: Any, name: str, kinds: Hashable, code_of_kinds: Callable[[Any], KernelCode] = code_of_sums
-) -> Launcher:
+def kernel_of(body: Any, name: str, code_of_kinds: Callable[..., KernelCode], *kinds: Hashable) -> Launcher:
     """Returns the generated kernel ``name`` that calls the jit function ``body``; generates it at first use. The kernel
     takes the body's arguments, with the elements of FLAT's tuples in place of the tuples. The kernel's
-    code is ``code_of_kinds(kinds)``."""
-    return KERNELS.get_or_make(
-        (name, body.fn, code_of_kinds, kinds), lambda: generate(body, name, code_of_kinds(kinds))
-    )
+    code is ``code_of_kinds(*kinds)``."""
+    key = name, body.fn, code_of_kinds, *kinds
+    return KERNELS.get_or_make(key, lambda: generate(body, name, code_of_kinds(*kinds)))
 
 
 def generate(body: Any, name: str, code: KernelCode) -> Launcher:

@@ -7,7 +7,6 @@ The kernels multiply g by the derivative of scale and cap. ``ADD_TERMS`` is gene
 """
 
 import itertools
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -75,16 +74,6 @@ def column_mask(offs, width):
         return offs < width
 
 
-class GradientKind(NamedTuple):
-    """The properties of a gradient on which the code of a kernel depends."""
-
-    num_softmaxes: int
-    has_coefficients: tuple[bool, ...]  # for each softmax whether it has alpha, whether eta; then beta and kappa
-    sums: tuple[SumKind, ...]  # over the vocabulary, with a term or made along with the gradient
-    has_entries: bool = False  # the gradient is of few columns of each row, the entries
-    is_fused: bool = False  # the first softmax's term is ``fused_softmax_term``
-
-
 # by name of a term: its source line in ADD_TERMS. {i} is the index of a softmax, {} a coefficient that the comment
 # names (``core/stats.py``, ``Coefficients``)
 TERMS = {
@@ -101,44 +90,50 @@ ADD_TERMS = (
 )
 
 
-def code_of_gradient(kind: GradientKind) -> KernelCode:
+def code_of_gradient(
+    has_coefficients: tuple[bool, ...],  # for each softmax whether it has alpha, whether eta; then beta and kappa
+    sums: tuple[SumKind, ...],  # over the vocabulary, with a term or made along with the gradient
+    has_entries: bool,  # the gradient is of few columns of each row, the entries
+    is_fused: bool,  # the first softmax's term is ``fused_softmax_term``
+) -> KernelCode:
     """The code of a kernel of gradients. The function ``ADD_TERMS`` adds all terms to a gradient. ``ADD_SUMS`` adds a
     block of columns to the sums over the vocabulary that are made along with the gradient."""
     lines, coefficient_indices = ["lse_bases, neg_log_sums, ratios, widths = softmaxes"], itertools.count()
     coefficients = (f"coefficients[{index}]" for index in coefficient_indices)
-    *has_softmax_coefficients, has_beta, has_kappa = kind.has_coefficients
+    *has_softmax_coefficients, has_beta, has_kappa = has_coefficients
+    num_softmaxes = len(has_softmax_coefficients) // 2
     terms = list[tuple[str, int]]()  # names of terms with the index of their softmax
-    for i in range(kind.num_softmaxes):
+    for i in range(num_softmaxes):
         has_alpha, has_eta = has_softmax_coefficients[2 * i : 2 * i + 2]
-        term_name = "entropy" if has_eta else "fused" if kind.is_fused else "softmax"
+        term_name = "entropy" if has_eta else "fused" if is_fused else "softmax"
         terms += [(term_name, i)] * has_alpha
     for term_name, i in [*terms, *[("target", 0)] * has_beta, *[("smoothing", 0)] * has_kappa]:
         line = TERMS[term_name]
         lines.append(line.format(*itertools.islice(coefficients, line.count("{}")), i=i))
-    if kind.is_fused:  # the first term begins the sum: Triton 3.5 would add it to 0
+    if is_fused:  # the first term begins the sum: Triton 3.5 would add it to 0
         lines[1] = lines[1].replace("grad += ", "grad = ")
-    lines += logarithms(kind.sums, True)
-    for sum_kind, call in zip(kind.sums, term_calls(kind.sums, True), strict=True):
+    lines += logarithms(sums, True)
+    for sum_kind, call in zip(sums, term_calls(sums, True), strict=True):
         if sum_kind.has_term and sum_kind.has_total:
             coefficient, total = itertools.islice(coefficients, 2)
             gradient = call.replace("_terms(", "_gradient(").replace(", tie_tolerance", f", {total}, tie_tolerance")
             lines.append(f"grad += {coefficient} * {gradient}")
         elif sum_kind.has_term:
             lines += [f"value, slope = {call}", f"grad += {slope_term(sum_kind, next(coefficients))}"]
-    sources = [*user_functions(kind.sums), HEADER.format(ADD_TERMS) + "\n    ".join([*lines, "return grad"])]
-    makes_sums, num_coefficients = any(sum_kind.has_value for sum_kind in kind.sums), next(coefficient_indices)
+    sources = [*user_functions(sums), HEADER.format(ADD_TERMS) + "\n    ".join([*lines, "return grad"])]
+    makes_sums, num_coefficients = any(sum_kind.has_value for sum_kind in sums), next(coefficient_indices)
     if makes_sums:
-        sources.append(add_sums(kind.sums))
+        sources.append(add_sums(sums))
     tuple_lengths = {
-        "output_ptrs": len(kind.sums) * makes_sums, "coefficient_ptrs": num_coefficients,
-        "scalars": sum(sum_kind.function.numbers for sum_kind in kind.sums),
-        "teacher": any(sum_kind.function.is_paired for sum_kind in kind.sums), "entries": kind.has_entries,
-        **dict.fromkeys(("lse_base_ptrs", "neg_log_sum_ptrs", "ratios", "widths"), kind.num_softmaxes),
+        "output_ptrs": len(sums) * makes_sums, "coefficient_ptrs": num_coefficients,
+        "scalars": sum(sum_kind.function.numbers for sum_kind in sums),
+        "teacher": any(sum_kind.function.is_paired for sum_kind in sums), "entries": has_entries,
+        **dict.fromkeys(("lse_base_ptrs", "neg_log_sum_ptrs", "ratios", "widths"), num_softmaxes),
     }  # fmt: skip
     constants = {
-        "ADD_TERMS": "add_terms", "ADD_SUMS": "add_sums" if makes_sums else "None", "HAS_ENTRIES": kind.has_entries,
+        "ADD_TERMS": "add_terms", "ADD_SUMS": "add_sums" if makes_sums else "None", "HAS_ENTRIES": has_entries,
         "NUM_SUMS": tuple_lengths["output_ptrs"], "IS_PAIRED": tuple_lengths["teacher"],
-        "NUM_COEFFICIENTS": num_coefficients, "NUM_SOFTMAXES": kind.num_softmaxes,
+        "NUM_COEFFICIENTS": num_coefficients, "NUM_SOFTMAXES": num_softmaxes,
     }  # fmt: skip
     return KernelCode(sources, constants, tuple_lengths, globals())
 

@@ -1,6 +1,7 @@
 """Launches of the kernels for the gradients of logits, on torch tensors: grids, block sizes, warps."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,11 +17,12 @@ from ...core.records import (
     Transform,
 )
 from ...core.tiles import ELSEWHERE, STRIPS_AT_ONCE, Matrix, Tile, cdiv, power_of_2, row_block
+from ..common.launcher import Launcher
 from ..common.operands import Strips, as_quantised, even, matrix, row_stride, strip_stride, teacher_operands
 from ..common.sums import kernel_of, kinds_of
 from . import grad_logits as matmul
 from . import row_grad as kernels
-from .identity import GradientKind, code_of_gradient
+from .identity import code_of_gradient
 from .row_grad import level_rows_kernel, scale_kernel, scale_rows_kernel
 
 
@@ -29,17 +31,22 @@ def row_programs(columns: int) -> int:
     return cdiv(cdiv(columns, RELATIVE_STRIP), STRIPS_AT_ONCE)
 
 
-def kind_and_coefficients(
-    terms: Terms, sums: Sequence[SumVectors] = (), has_entries: bool = False, is_fused: bool = False
-) -> tuple[GradientKind, list[torch.Tensor]]:
-    """Returns the kind of a gradient, and the vectors [rows] that ADD_TERMS reads, in order: coefficients and sums of
-    slopes. ``is_fused``: the gradient is without the target's term, and uses ``fused_softmax_term``."""
+def gradient_kernel_of(
+    body: Any,
+    name: str,
+    terms: Terms,
+    sums: Sequence[SumVectors] = (),
+    has_entries: bool = False,
+    is_fused: bool = False,
+) -> tuple[Launcher, list[torch.Tensor]]:
+    """Returns the kernel ``name`` of a gradient, and the vectors [rows] that ADD_TERMS reads, in order: coefficients
+    and sums of slopes. ``is_fused``: the gradient is without the target's term, and uses ``fused_softmax_term``."""
     vectors = [vector for softmax in terms.softmaxes for vector in (softmax.alpha, softmax.eta)]
     vectors += [None if is_fused else terms.beta, terms.kappa]
     has_coefficients = tuple([vector is not None for vector in vectors])
-    kind = GradientKind(len(terms.softmaxes), has_coefficients, kinds_of(sums), has_entries, is_fused)
+    kernel = kernel_of(body, name, code_of_gradient, has_coefficients, kinds_of(sums), has_entries, is_fused)
     vectors += [vector for term in sums for vector in (term.coefficient, term.total)]
-    return kind, [vector for vector in vectors if vector is not None]
+    return kernel, [vector for vector in vectors if vector is not None]
 
 
 def row_grad(
@@ -75,14 +82,15 @@ def row_grad(
     else:
         block, warps = row_block(columns)
         block = min(block, 4096) if sums else block
-    if entries_per_row is not None:
+    has_entries = entries_per_row is not None
+    if has_entries:
         sums = [term._replace(value=None) for term in sums]
-    kind, coefficients = kind_and_coefficients(terms, sums, entries_per_row is not None)
+    kernel, coefficients = gradient_kernel_of(kernels.row_grad, "row_grad_kernel", terms, sums, has_entries)
     lse_bases, neg_log_sums, _, _, ratios, widths = zip(*terms.softmaxes, strict=True)
     partial_sums = [term.value for term in sums if term.value is not None]
-    kernel_of(kernels.row_grad, "row_grad_kernel", kind, code_of_gradient)[(column_programs * cdiv(rows, block_rows),)](
+    kernel[(column_programs * cdiv(rows, block_rows),)](
         dlogits, *partial_sums, stored.logits, stored.offset, stored.bias,
-        *(() if entries_per_row is None else (*entries, entries_per_row)),
+        *((*entries, entries_per_row) if has_entries else ()),
         None if terms.kappa is None else class_weights, terms.target, terms.target_logit,
         *lse_bases, *neg_log_sums, *teacher_operands(teacher), *coefficients,
         rows, columns, first_column, *widths, stored.logits.stride(0), dlogits.stride(0),
@@ -125,10 +133,10 @@ def grad_logits(
     weight, weight_scale, weight_common = as_quantised(weight)
     rows, columns, hidden_size = *dlogits.shape, hidden.shape[1]
     programs = programs_of(tile, rows, columns, hidden.device)
-    kind, coefficients = kind_and_coefficients(terms, is_fused=True)
+    kernel, coefficients = gradient_kernel_of(matmul.grad_logits, "grad_logits_kernel", terms, is_fused=True)
     lse_bases, neg_log_sums, _, _, ratios, widths = zip(*terms.softmaxes, strict=True)
     widths = [None if width is None or width >= columns else width for width in widths]
-    kernel_of(matmul.grad_logits, "grad_logits_kernel", kind, code_of_gradient)[(programs,)](
+    kernel[(programs,)](
         *matrix(dlogits, tile.block_m, tile.block_n // 2, tile),
         *matrix(hidden, tile.block_m, tile.block_k, tile),
         *matrix(weight, tile.block_n, tile.block_k, tile),

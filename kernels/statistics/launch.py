@@ -18,7 +18,7 @@ from ...core.records import (
 )
 from ...core.tiles import HEAVY, INTERPRETED, Matrix, Tile, cdiv, power_of_2, row_block
 from ..common.operands import Strips, as_quantised, even, matrix, row_stride, strip_stride, teacher_operands
-from ..common.sums import kernel_of, kinds_of
+from ..common.sums import code_of_sums, kernel_of, kinds_of
 from . import merge as kernels
 from .columns import clean_rows_kernel, dot_columns_kernel
 from .exp_logits import exp_logits as body_of_tiles
@@ -149,7 +149,7 @@ def exp_logits(
     assert not any((width or 0) % strip_width for width in widths)
     vocab_divisor = next(size for size in (tile.block_n, tile.block_n // 2, 1) if vocab % size == 0)
     programs = programs_of(tile, rows, vocab, hidden.device)
-    kernel_of(body_of_tiles, "exp_logits_kernel", strips.kinds, code_of_tile)[(programs,)](
+    kernel_of(body_of_tiles, "exp_logits_kernel", code_of_tile, strips.kinds)[(programs,)](
         *matrix(out, tile.block_m, tile.block_n // 2, tile),
         strips.offset, *strips.sums, *strips.statistic_vectors,
         *matrix(hidden, tile.block_m, tile.block_k, tile),
@@ -182,7 +182,7 @@ def mend_heavy(
     """Replaces the logits of heavy ids (``heavy.py``) from e4m3 operands by exact ones, in ``stored`` and ``strips``.
     Writes each row's heavy ids and their logits to ``ids`` and ``logits``."""
     (rows, vocab), hidden_size, strip_count = stored.shape, hidden.shape[1], strips.offset.shape[0]
-    kernel_of(body_of_heavy, "mend_heavy_kernel", strips.kinds, code_of_tile)[(rows,)](
+    kernel_of(body_of_heavy, "mend_heavy_kernel", code_of_tile, strips.kinds)[(rows,)](
         ids, logits, stored, *strips.sums, *strips.statistic_vectors,
         strips.offset, hidden, weight, bias, class_weights, target, target_logit, *counted,
         vocab, strip_count, strips.offset.stride(0), stored.stride(0), hidden_size, *widths, *transform, *ratios,
@@ -205,7 +205,7 @@ def merge_strips(
     """Merges all strips' statistics of the softmax with index ``view`` into ``out``."""
     strip_count, rows = strips.offset.shape
     strip_vectors = [vector for _, vectors in strips.statistics[view] for vector in vectors]
-    kernel_of(kernels.merge_strips, "merge_strips_kernel", out.kinds, code_of_strips)[(cdiv(rows, 8),)](
+    kernel_of(kernels.merge_strips, "merge_strips_kernel", code_of_strips, out.kinds)[(cdiv(rows, 8),)](
         out.lse, out.lse_base, out.neg_log_sum, out.logprob, level if view == 0 else None, *out.statistic_vectors,
         strips.offset, strips.sums[view], *strip_vectors, target_logit, tile_logit, target,
         rows, strips.offset.stride(0), strip_count, columns, ratio,
@@ -225,7 +225,7 @@ def row_stats(
     logits = stored.logits
     assert stored.offset is None
     block_columns, warps = row_block(columns)
-    kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(logits.shape[0],)](
+    kernel_of(body_of_rows, "row_stats_kernel", code_of_lanes, out.kinds)[(logits.shape[0],)](
         *out[:-1], *out.statistic_vectors, logits, None, None, None, target, stored.bias, class_weights, columns,
         logits.stride(0), *stored.transform, ratio, FILLS_ZEROS=False, BLOCK=block_columns, num_warps=warps,
     )  # fmt: skip
@@ -240,7 +240,7 @@ def set_stats(
 ) -> None:
     """Writes the statistics of rows with a set of columns to ``out``. Rows without a set get 0 if every row that
     counts has a set, and else stay as they are."""
-    kernel_of(body_of_rows, "row_stats_kernel", out.kinds, code_of_lanes)[(len(target),)](
+    kernel_of(body_of_rows, "row_stats_kernel", code_of_lanes, out.kinds)[(len(target),)](
         *out[:-1], *out.statistic_vectors, logit, sets.columns, sets.begins, sets.ends, target, None, None,
         0, 0, *PLAIN, ratio, FILLS_ZEROS=sets.everywhere, BLOCK=128, num_warps=1,
     )  # fmt: skip
@@ -258,7 +258,7 @@ def sums(
     """Writes sums over the vocabulary to ``outputs``, from stored logits and the statistics of their softmaxes."""
     tensors = [tensor for output in outputs for tensor in (output.value, output.total) if tensor is not None]
     numbers = [number for output in outputs for number in output.numbers]
-    kernel_of(row_sums, "sums_kernel", kinds_of(outputs))[(student.logits.shape[0],)](
+    kernel_of(row_sums, "sums_kernel", code_of_sums, kinds_of(outputs))[(student.logits.shape[0],)](
         *tensors, student.logits, student.offset, student.bias, *softmax, *teacher_operands(teacher),
         strip_stride(student, teacher), columns, student.logits.stride(0), *student.transform, ratio, *numbers,
         tie_tolerance, BLOCK=min(row_block(columns)[0], 2048), num_warps=4,
@@ -296,7 +296,7 @@ def merge_softmax(
     """Merges the statistics of a softmax that the ranks have sent, each over a piece of the vocabulary, into
     ``out``."""
     ranks, num_numbers, rows = gathered.shape
-    kernel_of(kernels.merge_ranks, "merge_ranks_kernel", out.kinds, code_of_pieces)[(cdiv(rows, 64),)](
+    kernel_of(kernels.merge_ranks, "merge_ranks_kernel", code_of_pieces, out.kinds)[(cdiv(rows, 64),)](
         out.lse_base, out.neg_log_sum, out.lse, out.logprob, out.target_logit, *out.statistic_vectors, gathered,
         zero_or_nan, target, ranks, num_numbers, rows, *indices.statistic_vectors, ratio, LSE_BASE=indices.lse_base,
         NEG_LOG_SUM=indices.neg_log_sum, TARGET_LOGIT=indices.target_logit,

@@ -65,9 +65,9 @@ def test_a_generated_kernel_is_found_by_its_body_and_its_code() -> None:
         (bodies[1], statistics_lists.code_of_strips),
         (bodies[0], row_code),
     ]
-    launchers = [kernel_of(body, "example_kernel", (), code) for body, code in kinds]
+    launchers = [kernel_of(body, "example_kernel", code, ()) for body, code in kinds]
     assert len({id(launcher) for launcher in launchers}) == 3
-    assert launchers == [kernel_of(body, "example_kernel", (), code) for body, code in kinds]
+    assert launchers == [kernel_of(body, "example_kernel", code, ()) for body, code in kinds]
 
 
 def arguments(change: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -300,7 +300,7 @@ def test_launches_what_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         return found + [summed(rows, start) for rows in (1, 16, 300, 301) for start in (0, 1)]
 
     first, again = all_of_them(), all_of_them()
-    exp_logits = kernel_of(statistics.body_of_tiles, "exp_logits_kernel", ((),), statistics.code_of_tile)
+    exp_logits = kernel_of(statistics.body_of_tiles, "exp_logits_kernel", statistics.code_of_tile, ((),))
     launchers = gradients.scale_kernel, exp_logits
     assert all(launcher.compiled_by_key for launcher in launchers)
     compiled_by_key = [[*launcher.compiled_by_key] for launcher in launchers]
