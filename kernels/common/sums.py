@@ -149,15 +149,10 @@ class SumKind(NamedTuple):
     has_term: bool = False  # the kernel makes the sum's term of a gradient
 
 
-class KernelCode(NamedTuple):
-    """The functions and constants that a generated kernel passes to its body."""
-
-    functions: list[str]  # sources of the jit functions that the body takes as constants
-    constants: dict[str, Any]  # by the name of a constexpr argument of the body: its value, or the name of a function
-    tuple_lengths: dict[str, int]  # by the name of a tuple of FLAT that the body takes: its number of elements
-    scope: dict[str, Any]  # by name: objects that the sources name and this file lacks
-
-
+# What a generated kernel passes to its body, in three collections: sources of the jit functions that the body takes as
+# constants; by an argument's name its value, the name of a function, or the length of a tuple of FLAT; by name the
+# objects that the sources name and this file lacks
+KernelCode = tuple[list[str], dict[str, Any], dict[str, Any]]
 HEADER = "@triton.jit\ndef {}:\n    "
 ADD_SUMS = "add_sums(sums, logs, log_q, in_columns, scalars, tie_tolerance)"
 # by the name of a tuple that bodies take: names of its elements, which generated kernels take. {} is an index
@@ -234,10 +229,12 @@ def user_functions(kinds: Sequence[SumKind]) -> list[str]:
 def code_of_sums(kinds: Sequence[SumKind]) -> KernelCode:
     """The code of a kernel that makes sums over the vocabulary."""
     num_sums = sum(kind.has_value + kind.has_total for kind in kinds)
-    tuple_lengths = {"output_ptrs": num_sums, "scalars": sum(kind.function.numbers for kind in kinds)}
-    tuple_lengths["teacher"] = any(kind.function.is_paired for kind in kinds)
-    constants = {"ADD_SUMS": "add_sums", "NUM_SUMS": num_sums, "IS_PAIRED": tuple_lengths["teacher"]}
-    return KernelCode([*user_functions(kinds), add_sums(kinds)], constants, tuple_lengths, {})
+    is_paired = any(kind.function.is_paired for kind in kinds)
+    values = {
+        "output_ptrs": num_sums, "scalars": sum(kind.function.numbers for kind in kinds), "teacher": is_paired,
+        "ADD_SUMS": "add_sums", "NUM_SUMS": num_sums, "IS_PAIRED": is_paired,
+    }  # fmt: skip
+    return [*user_functions(kinds), add_sums(kinds)], values, {}
 
 
 def kernel_of(body: Any, name: str, code_of_kinds: Callable[..., KernelCode], *kinds: Hashable) -> Launcher:
@@ -250,22 +247,23 @@ def kernel_of(body: Any, name: str, code_of_kinds: Callable[..., KernelCode], *k
 
 def generate(body: Any, name: str, code: KernelCode) -> Launcher:
     """Generates the kernel ``name``, which calls ``body``."""
+    sources, values, scope = code
     parameters, arguments = list[str](), list[str]()
     for parameter in inspect.signature(body.fn).parameters.values():
         if parameter.name in FLAT:
-            count = code.tuple_lengths[parameter.name]
+            count = values[parameter.name]
             flat_arguments = [template.format(i) for i in range(count) for template in FLAT[parameter.name]]
             parameters += flat_arguments
             arguments.append(f"({', '.join(flat_arguments)},)" if flat_arguments else "None")
-        elif parameter.name in code.constants:
-            arguments.append(str(code.constants[parameter.name]))
+        elif parameter.name in values:
+            arguments.append(str(values[parameter.name]))
         else:
             is_constant = parameter.annotation is not inspect.Parameter.empty
             parameters.append(parameter.name + ": tl.constexpr" * is_constant)
             arguments.append(parameter.name)
     kernel_source = f"def {name}({', '.join(parameters)}):\n    body({', '.join(arguments)})"
-    scope = globals() | code.scope | {"body": body, "functions": functions}
-    return kernel(defined(name, "\n\n\n".join([*code.functions, kernel_source]) + "\n", scope))
+    scope = globals() | scope | {"body": body, "functions": functions}
+    return kernel(defined(name, "\n\n\n".join([*sources, kernel_source]) + "\n", scope))
 
 
 def kinds_of(sums: Sequence[SumVectors]) -> tuple[SumKind, ...]:

@@ -124,18 +124,16 @@ def code_of_gradient(
     makes_sums, num_coefficients = any(sum_kind.has_value for sum_kind in sums), next(coefficient_indices)
     if makes_sums:
         sources.append(add_sums(sums))
-    tuple_lengths = {
-        "output_ptrs": len(sums) * makes_sums, "coefficient_ptrs": num_coefficients,
+    num_sums, is_paired = len(sums) * makes_sums, any(sum_kind.function.is_paired for sum_kind in sums)
+    values = {
+        "output_ptrs": num_sums, "coefficient_ptrs": num_coefficients, "teacher": is_paired, "entries": has_entries,
         "scalars": sum(sum_kind.function.numbers for sum_kind in sums),
-        "teacher": any(sum_kind.function.is_paired for sum_kind in sums), "entries": has_entries,
         **dict.fromkeys(("lse_base_ptrs", "neg_log_sum_ptrs", "ratios", "widths"), num_softmaxes),
-    }  # fmt: skip
-    constants = {
         "ADD_TERMS": "add_terms", "ADD_SUMS": "add_sums" if makes_sums else "None", "HAS_ENTRIES": has_entries,
-        "NUM_SUMS": tuple_lengths["output_ptrs"], "IS_PAIRED": tuple_lengths["teacher"],
-        "NUM_COEFFICIENTS": num_coefficients, "NUM_SOFTMAXES": num_softmaxes,
+        "NUM_SUMS": num_sums, "IS_PAIRED": is_paired, "NUM_COEFFICIENTS": num_coefficients,
+        "NUM_SOFTMAXES": num_softmaxes,
     }  # fmt: skip
-    return KernelCode(sources, constants, tuple_lengths, globals())
+    return sources, values, globals()
 
 
 def slope_term(sum_kind: SumKind, coefficient: str) -> str:

@@ -83,12 +83,12 @@ def code_of(stages: Mapping[str, str], statistics: Sequence[Statistic]) -> Kerne
     """Returns the code of a kernel over ``statistics``: a function for each stage. The kernel's tuples have an element
     for each vector of a statistic."""
     functions, num_vectors = functions_of(statistics), sum(len(statistic.vectors) for statistic in statistics)
-    constants: dict[str, Any] = {stage.upper(): stage if statistics else None for stage in stages}
+    values: dict[str, Any] = {stage.upper(): stage if statistics else None for stage in stages}
+    values |= dict.fromkeys(("output_ptrs", "strip_ptrs", "vector_indices", "NUM_VECTORS"), num_vectors)
     sources = list[str]()
     if statistics:
         sources = [source_of(stage, names.split(", "), statistics, functions) for stage, names in stages.items()]
-    tuple_lengths = dict.fromkeys(("output_ptrs", "strip_ptrs", "vector_indices"), num_vectors)
-    return KernelCode(sources, constants | {"NUM_VECTORS": num_vectors}, tuple_lengths, functions)
+    return sources, values, functions
 
 
 code_of_pieces = functools.partial(code_of, PIECE_STAGES)
@@ -147,7 +147,7 @@ def code_of_tile(softmaxes: Sequence[Sequence[Statistic]]) -> KernelCode:
         HEADER.format(signature) + "\n    ".join(lines or ["pass"]) for signature, lines in lines_by_signature.items()
     ]
     names = [signature.partition("(")[0] for signature in lines_by_signature]
-    constants: dict[str, Any] = {name.upper(): name for name in names}
-    tuple_lengths = dict.fromkeys(("sum_ptrs", "ratios", "widths"), len(softmaxes))
-    tuple_lengths["strip_ptrs"] = sum(len(statistic.vectors) for statistic in all_statistics)
-    return KernelCode(sources, constants | {"NUM_SOFTMAXES": len(softmaxes)}, tuple_lengths, functions)
+    values: dict[str, Any] = {name.upper(): name for name in names}
+    values |= dict.fromkeys(("sum_ptrs", "ratios", "widths", "NUM_SOFTMAXES"), len(softmaxes))
+    values["strip_ptrs"] = sum(len(statistic.vectors) for statistic in all_statistics)
+    return sources, values, functions
