@@ -218,16 +218,17 @@ class VocabularySum(NamedTuple):
         return self.is_differentiated and self.function.has_total
 
 
-class SumVectors(NamedTuple):
-    """A sum over the vocabulary, and the vectors [rows] fp32 of a kernel that makes the sum or its term of a gradient.
-    In a kernel of gradients several programs share a row, and ``value`` is [programs, rows]."""
+class SumVectors(NamedTuple, Generic[Vector]):
+    """A sum over the vocabulary, and the vectors [rows] fp32 of a kernel that makes the sum or its term of a gradient:
+    tensors, or None for a vector that the kernel lacks. In the key of a kernel's code: True for a vector that the
+    kernel has, else False. In a kernel of gradients several programs share a row, and ``value`` is [programs, rows]."""
 
     function: SumFunction
-    numbers: tuple[float, ...]  # arguments of the function
+    numbers: tuple[float, ...]  # arguments of the function; () in a key
     view: int  # index of the softmax p among the kernel's
-    value: torch.Tensor | None  # output: the sum of f; None: the kernel does not make the sum
-    total: torch.Tensor | None  # sum of the slopes: with a coefficient an input, else an output; None: not needed
-    coefficient: torch.Tensor | None = None  # of the sum's term in the gradient; None: no term
+    value: Vector  # output: the sum of f
+    total: Vector  # sum of the slopes: with a coefficient an input, else an output
+    coefficient: Vector  # of the sum's term in the gradient
 
 
 class TeacherSoftmax(NamedTuple):

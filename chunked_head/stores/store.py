@@ -81,7 +81,7 @@ def sum_terms(
     coefficients: Coefficients,
     has_teacher: bool,
     partial_sums: Sequence[Tensor],
-) -> list[SumVectors]:
+) -> list[SumVectors[Tensor | None]]:
     """Collects the terms of sums over the vocabulary in a gradient. Without ``has_teacher`` it leaves out sums that
     read a teacher. ``partial_sums``: for each sum the memory of its parts; empty if the sums are made already."""
     vectors, coefficients_by_name, terms = stats.by_name, coefficients.by_name, []
@@ -245,9 +245,10 @@ class MatmulStore(Store):
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
         pairing, views, vectors = self.demand.pairing, self.demand.views, out.by_name
-        groups: dict[tuple[int, bool], list[SumVectors]] = {}  # by view, and by whether the sum reads the teacher
+        # by view, and by whether the sum reads the teacher
+        groups: dict[tuple[int, bool], list[SumVectors[Tensor | None]]] = {}
         for i, (function, numbers, view, _) in enumerate(self.demand.sums):
-            outputs = SumVectors(function, numbers, 0, vectors[f"sum{i}"], vectors.get(f"sum{i}_total"))
+            outputs = SumVectors(function, numbers, 0, vectors[f"sum{i}"], vectors.get(f"sum{i}_total"), None)
             groups.setdefault((view, function.is_paired), []).append(outputs)
         for (view, is_paired), sums in groups.items():
             names, teacher, columns = self.softmaxes[view], None, views[view].columns or self.vocab

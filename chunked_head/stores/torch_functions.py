@@ -140,7 +140,7 @@ def write(out: SoftmaxVectors[Tensor], rows: slice, softmax_values: dict[str, Te
 
 
 def sums(
-    outputs: Sequence[SumVectors],
+    outputs: Sequence[SumVectors[Tensor | None]],
     student: Stored,
     softmax: tuple[Tensor, Tensor],
     ratio: float | None,
@@ -200,7 +200,7 @@ def row_grad(
     class_weights: Tensor | None,
     terms: Terms,
     teacher: TeacherSoftmax | None,
-    sums: Sequence[SumVectors],
+    sums: Sequence[SumVectors[Tensor | None]],
     tie_tolerance: float | None,
     first_column: int,
     transform: Transform,
@@ -429,7 +429,7 @@ def softmax_term(log_p: Tensor, softmax: Softmax) -> Tensor:
     return p.mul_(alpha) if eta is None else torch.where(p == 0, 0.0, p * (alpha + eta[:, None] * log_p))
 
 
-def sum_term(log_p: Tensor, log_q: Tensor, term: SumVectors, rows: slice) -> Tensor:
+def sum_term(log_p: Tensor, log_q: Tensor, term: SumVectors[Tensor | None], rows: slice) -> Tensor:
     """Returns the term [rows, columns] of a sum over the vocabulary in the gradient of some rows of logits.
     ``LOG_FLOOR`` bounds both logarithms below."""
     assert term.coefficient is not None

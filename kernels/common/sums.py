@@ -16,14 +16,15 @@ import itertools
 import linecache
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from ...core import tiles
 from ...core.memory import Cache
-from ...core.records import SumFunction, SumVectors
+from ...core.records import SumVectors
 from . import functions
 from .launcher import Launcher, kernel
 from .transform import ln_2, log2_e
@@ -139,16 +140,6 @@ def user_term(coefficient, slope, p, in_columns):
     return tl.where(coefficient != 0.0, coefficient * user_slope(slope, p, in_columns), 0.0)
 
 
-class SumKind(NamedTuple):
-    """The properties of a ``SumVectors`` on which the code of a kernel depends, in the order of fields there."""
-
-    function: SumFunction
-    view: int = 0  # index of the softmax p
-    has_value: bool = False  # the kernel makes the sum
-    has_total: bool = False  # the kernel makes the sum of the slopes; with ``has_term`` it reads this sum
-    has_term: bool = False  # the kernel makes the sum's term of a gradient
-
-
 # What a generated kernel passes to its body, in three collections: sources of the jit functions that the body takes as
 # constants; by an argument's name its value, the name of a function, or the length of a tuple of FLAT; by name the
 # objects that the sources name and this file lacks
@@ -182,7 +173,7 @@ def defined(name: str, source: str, scope: dict[str, Any], owner: Any = None) ->
     return function
 
 
-def add_sums(kinds: Sequence[SumKind]) -> str:
+def add_sums(kinds: Sequence[SumVectors[bool]]) -> str:
     """The source of ``ADD_SUMS``, the function that adds the terms of a block of columns to each sum."""
     lines, sum_sources = list[str](), list[str]()
     for kind, call in zip(kinds, term_calls(kinds, False), strict=True):
@@ -191,13 +182,13 @@ def add_sums(kinds: Sequence[SumKind]) -> str:
         value, slope = f"value{i}", f"slope{i}"
         if kind.function.source:
             value, slope = f"within({value}, in_columns)", f"user_slope({slope}, p{kind.view}, in_columns)"
-        for term in [value][: kind.has_value] + [slope][: kind.has_total]:
+        for term in [value][: kind.value] + [slope][: kind.total]:
             sum_sources.append(f"sums[{len(sum_sources)}] + {term}")
     lines.append(f"return ({', '.join(sum_sources)},)")
     return HEADER.format(ADD_SUMS) + "\n    ".join([*logarithms(kinds, False), *lines])
 
 
-def logarithms(kinds: Sequence[SumKind], is_floored: bool) -> list[str]:
+def logarithms(kinds: Sequence[SumVectors[bool]], is_floored: bool) -> list[str]:
     """The source lines that compute the sums' probabilities and logarithms. Logarithms are at least LOG_FLOOR for
     users' functions, and with ``is_floored`` for all sums."""
     views = sorted({kind.view for kind in kinds})
@@ -208,11 +199,11 @@ def logarithms(kinds: Sequence[SumKind], is_floored: bool) -> list[str]:
     return lines + [f"low_{name} = floored(log_{name})" for name in variables if reads_floored]
 
 
-def term_calls(kinds: Sequence[SumKind], is_floored: bool) -> Iterable[str]:
+def term_calls(kinds: Sequence[SumVectors[bool]], is_floored: bool) -> Iterable[str]:
     """Yields for each sum the source of the call that returns a column's term and slope. ``is_floored``: the call gets
     logarithms of at least LOG_FLOOR."""
     first_scalar = 0
-    for function, view, *_ in kinds:
+    for function, _, view, *_ in kinds:
         p = f"p{view}"
         q = "q" if function.is_paired else p
         log_prefix = "low" if is_floored or function.source else "log"
@@ -221,14 +212,14 @@ def term_calls(kinds: Sequence[SumKind], is_floored: bool) -> Iterable[str]:
         yield f"{function.name}_terms({log_prefix}_{p}, {log_prefix}_{q}, {p}, {q}, tie_tolerance{number_arguments})"
 
 
-def user_functions(kinds: Sequence[SumKind]) -> list[str]:
+def user_functions(kinds: Sequence[SumVectors[bool]]) -> list[str]:
     """The sources of users' functions that sums read, without repetition."""
     return list({kind.function.name: kind.function.source for kind in kinds if kind.function.source}.values())
 
 
-def code_of_sums(kinds: Sequence[SumKind]) -> KernelCode:
+def code_of_sums(kinds: Sequence[SumVectors[bool]]) -> KernelCode:
     """The code of a kernel that makes sums over the vocabulary."""
-    num_sums = sum(kind.has_value + kind.has_total for kind in kinds)
+    num_sums = sum(kind.value + kind.total for kind in kinds)
     is_paired = any(kind.function.is_paired for kind in kinds)
     values = {
         "output_ptrs": num_sums, "scalars": sum(kind.function.numbers for kind in kinds), "teacher": is_paired,
@@ -266,6 +257,8 @@ def generate(body: Any, name: str, code: KernelCode) -> Launcher:
     return kernel(defined(name, "\n\n\n".join([*sources, kernel_source]) + "\n", scope))
 
 
-def kinds_of(sums: Sequence[SumVectors]) -> tuple[SumKind, ...]:
-    """The kinds of ``sums``."""
-    return tuple([SumKind(f, view, *[vector is not None for vector in vectors]) for f, _, view, *vectors in sums])
+def kinds_of(sums: Sequence[SumVectors[torch.Tensor | None]]) -> tuple[SumVectors[bool], ...]:
+    """The properties of ``sums`` on which the code of a kernel depends."""
+    return tuple(
+        [SumVectors(f, (), view, *[vector is not None for vector in vectors]) for f, _, view, *vectors in sums]
+    )

@@ -11,7 +11,8 @@ import itertools
 import triton
 import triton.language as tl
 
-from ..common.sums import HEADER, KernelCode, SumKind, add_sums, logarithms, term_calls, user_functions
+from ...core.records import SumVectors
+from ..common.sums import HEADER, KernelCode, add_sums, logarithms, term_calls, user_functions
 from ..common.transform import log2_e, times
 
 
@@ -92,7 +93,7 @@ ADD_TERMS = (
 
 def code_of_gradient(
     has_coefficients: tuple[bool, ...],  # for each softmax whether it has alpha, whether eta; then beta and kappa
-    sums: tuple[SumKind, ...],  # over the vocabulary, with a term or made along with the gradient
+    sums: tuple[SumVectors[bool], ...],  # over the vocabulary, with a term or made along with the gradient
     has_entries: bool,  # the gradient is of few columns of each row, the entries
     is_fused: bool,  # the first softmax's term is ``fused_softmax_term``
 ) -> KernelCode:
@@ -114,14 +115,14 @@ def code_of_gradient(
         lines[1] = lines[1].replace("grad += ", "grad = ")
     lines += logarithms(sums, True)
     for sum_kind, call in zip(sums, term_calls(sums, True), strict=True):
-        if sum_kind.has_term and sum_kind.has_total:
+        if sum_kind.coefficient and sum_kind.total:
             coefficient, total = itertools.islice(coefficients, 2)
             gradient = call.replace("_terms(", "_gradient(").replace(", tie_tolerance", f", {total}, tie_tolerance")
             lines.append(f"grad += {coefficient} * {gradient}")
-        elif sum_kind.has_term:
+        elif sum_kind.coefficient:
             lines += [f"value, slope = {call}", f"grad += {slope_term(sum_kind, next(coefficients))}"]
     sources = [*user_functions(sums), HEADER.format(ADD_TERMS) + "\n    ".join([*lines, "return grad"])]
-    makes_sums, num_coefficients = any(sum_kind.has_value for sum_kind in sums), next(coefficient_indices)
+    makes_sums, num_coefficients = any(sum_kind.value for sum_kind in sums), next(coefficient_indices)
     if makes_sums:
         sources.append(add_sums(sums))
     num_sums, is_paired = len(sums) * makes_sums, any(sum_kind.function.is_paired for sum_kind in sums)
@@ -136,7 +137,7 @@ def code_of_gradient(
     return sources, values, globals()
 
 
-def slope_term(sum_kind: SumKind, coefficient: str) -> str:
+def slope_term(sum_kind: SumVectors[bool], coefficient: str) -> str:
     """The source of a sum's term in a gradient: ``coefficient`` times the variable ``slope``."""
     if not sum_kind.function.source:
         return f"{coefficient} * slope"

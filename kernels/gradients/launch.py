@@ -35,7 +35,7 @@ def gradient_kernel_of(
     body: Any,
     name: str,
     terms: Terms,
-    sums: Sequence[SumVectors] = (),
+    sums: Sequence[SumVectors[torch.Tensor | None]] = (),
     has_entries: bool = False,
     is_fused: bool = False,
 ) -> tuple[Launcher, list[torch.Tensor]]:
@@ -55,7 +55,7 @@ def row_grad(
     class_weights: torch.Tensor | None,  # [columns]
     terms: Terms,
     teacher: TeacherSoftmax | None,
-    sums: Sequence[SumVectors],  # over the vocabulary: terms, and outputs
+    sums: Sequence[SumVectors[torch.Tensor | None]],  # over the vocabulary: terms, and outputs
     tie_tolerance: float | None,  # relative difference up to which probabilities count as equal; None for 0
     first_column: int,  # column of the vocabulary that column 0 is
     transform: Transform,
