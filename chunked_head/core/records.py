@@ -161,6 +161,10 @@ class Softmax(NamedTuple):
     columns: int | None = None  # number of columns that the softmax is over, the first; None for all
 
 
+# a dense teacher's logits and their softmax q, whose ``columns`` are those of the student's that the teacher has
+TeacherSoftmax = tuple[Stored, Softmax]
+
+
 class Terms(NamedTuple):
     """The vectors [rows] that a gradient of logits reads, besides those of a teacher and of sums over the
     vocabulary."""
@@ -229,12 +233,3 @@ class SumVectors(NamedTuple, Generic[Vector]):
     value: Vector  # output: the sum of f
     total: Vector  # sum of the slopes: with a coefficient an input, else an output
     coefficient: Vector  # of the sum's term in the gradient
-
-
-class TeacherSoftmax(NamedTuple):
-    """A dense teacher's logits y and their softmax q."""
-
-    stored: Stored
-    lse_base: torch.Tensor  # [rows] fp32: log q = (y - lse_base) + neg_log_sum, for logits y
-    neg_log_sum: torch.Tensor  # [rows] fp32
-    columns: int  # number of the student's columns that the teacher has

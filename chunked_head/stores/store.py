@@ -276,7 +276,7 @@ class MatmulStore(Store):
     def teacher_softmax(self, stored: Stored, stats: RowStats, columns: int) -> TeacherSoftmax:
         """Returns a teacher's logits ``stored``, with ``columns`` columns, beside the statistics of its softmax."""
         names, vectors = self.softmaxes[-1], stats.by_name
-        return TeacherSoftmax(stored, vectors[names.lse_base], vectors[names.neg_log_sum], columns)
+        return stored, Softmax(vectors[names.lse_base], vectors[names.neg_log_sum], columns=columns)
 
     def differentiate_(
         self,

@@ -151,7 +151,7 @@ def sums(
     for rows in row_blocks(student.logits):
         x = logits_of(student, rows, columns)
         log_p = logprobs(x if ratio is None else x * ratio, *(vector[rows] for vector in softmax))
-        log_q = log_p if teacher is None else teacher_logprobs(teacher, rows, columns)
+        log_q = log_p if teacher is None else teacher_logprobs(teacher, rows)
         for function, numbers, _, *out_vectors, _ in outputs:
             for out_vector, terms in zip(out_vectors, function.terms(log_p, log_q, *numbers), strict=True):
                 if out_vector is not None:
@@ -224,7 +224,7 @@ def row_grad(
                 gradient += softmax_term(log_p, softmax)
         if row_terms.kappa is not None:
             gradient -= row_terms.kappa[:, None] * (1.0 if class_weights is None else class_weights)
-        log_q = None if teacher is None else teacher_logprobs(teacher, rows, teacher.columns)
+        log_q = None if teacher is None else teacher_logprobs(teacher, rows)
         for term in sums:
             log_p = log_p_by_view[term.view]
             log_q_or_p = log_q if term.function.is_paired and log_q is not None else log_p
@@ -372,9 +372,9 @@ def kept_sets(
         number.masked_fill_(is_wrong, torch.nan)
 
 
-def logits_of(stored: Stored, rows: slice, columns: int) -> Tensor:
-    """Returns [rows, columns] stored logits after bias, scale and cap, in fp32 (fp64). The result is a view of the
-    buffer where nothing has to be computed."""
+def logits_of(stored: Stored, rows: slice, columns: int | None) -> Tensor:
+    """Returns [rows, columns] stored logits after bias, scale and cap, in fp32 (fp64). ``columns=None``: all columns.
+    The result is a view of the buffer where nothing has to be computed."""
     x, bias = stored.logits[rows, :columns], stored.bias
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     transform = stored.transform if stored.transform.row_scale is None else of_rows(stored.transform, rows)
@@ -440,9 +440,10 @@ def sum_term(log_p: Tensor, log_q: Tensor, term: SumVectors[Tensor | None], rows
     return torch.where(coefficient == 0, 0.0, gradient) if term.function.source else gradient
 
 
-def teacher_logprobs(teacher: TeacherSoftmax, rows: slice, columns: int) -> Tensor:
-    """Returns the log-probabilities [rows, columns] of the teacher's first ``columns`` ids, for a slice of rows."""
-    return logprobs(logits_of(teacher.stored, rows, columns), teacher.lse_base[rows], teacher.neg_log_sum[rows])
+def teacher_logprobs(teacher: TeacherSoftmax, rows: slice) -> Tensor:
+    """Returns the log-probabilities [rows, columns] of the teacher's softmax for a slice of rows."""
+    stored, softmax = teacher
+    return logprobs(logits_of(stored, rows, softmax.columns), softmax.lse_base[rows], softmax.neg_log_sum[rows])
 
 
 def logprobs(x: Tensor, lse_base: Tensor, neg_log_sum: Tensor) -> Tensor:

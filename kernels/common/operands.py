@@ -25,7 +25,7 @@ def strip_rows(rows: int) -> int:
 def strip_stride(stored: Stored, teacher: TeacherSoftmax | None) -> int:
     """The stride from strip to strip of relative logits' offsets [strips, rows]; 0 if no logits are relative. The
     offsets of student and teacher must have the same stride."""
-    stored_logits = (stored,) if teacher is None else (stored, teacher.stored)
+    stored_logits = (stored,) if teacher is None else (stored, teacher[0])
     strides = {logits.offset.stride(0) for logits in stored_logits if logits.offset is not None} or {0}
     assert len(strides) == 1, "buffers of relative logits are for equally many rows"
     return strides.pop()
@@ -35,7 +35,8 @@ def teacher_operands(teacher: TeacherSoftmax | None) -> tuple[Any, ...]:
     """A generated kernel's arguments for a dense teacher, in the order of ``sums.FLAT``; () without a teacher."""
     if teacher is None:
         return ()
-    return *teacher.stored[:3], *teacher[1:], teacher.stored.logits.stride(0), *teacher.stored.transform
+    stored, softmax = teacher
+    return *stored[:3], *softmax[:2], softmax.columns, stored.logits.stride(0), *stored.transform
 
 
 class Strips(NamedTuple):

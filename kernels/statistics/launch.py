@@ -247,9 +247,8 @@ def set_stats(
 
 
 def sums(
-    outputs: Sequence[
-        SumVectors[torch.Tensor | None]
-    ],  # of one softmax of the student; all sums read the teacher, or no sum does
+    # of one softmax of the student; all sums read the teacher, or no sum does
+    outputs: Sequence[SumVectors[torch.Tensor | None]],
     student: Stored,
     softmax: tuple[torch.Tensor, torch.Tensor],  # lse_base and neg_log_sum, [rows] fp32 each
     ratio: float | None,  # the softmax's inverse temperature relative to the logits'
