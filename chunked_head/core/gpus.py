@@ -182,14 +182,10 @@ def programs_of(tile: Tile, rows: int, columns: int, device: torch.device) -> in
     return min(tile.per_multiprocessor * multiprocessors_of(device), num_tiles)
 
 
-class DhiddenSplit(NamedTuple):
-    """How dhidden's product cuts the tiles of its last, incomplete turn into parts over the vocabulary."""
-
-    pieces: int = 1  # number of parts of each tile
-    units: int = 0  # number of parts of all cut tiles, whose partial sums need memory
-
-
-UNCUT = DhiddenSplit()
+# How dhidden's product cuts the tiles of its last, incomplete turn into parts over the vocabulary: number of parts of
+# each tile; number of parts of all cut tiles, whose partial sums need memory
+DhiddenSplit = tuple[int, int]
+UNCUT: DhiddenSplit = 1, 0
 MAX_PIECES = 16  # maximum number of parts of a tile
 MIN_STEPS = 4  # minimum number of steps over the vocabulary in a part
 SPLITS: Cache[tuple, DhiddenSplit] = Cache(4096)  # results of ``dhidden_split`` by its arguments
@@ -219,5 +215,5 @@ def fewest_turns(tile: Tile, rows: int, hidden: int, vocab: int, multiprocessors
             break
         turns = cdiv(num_last_tiles * num_parts, multiprocessors) / num_parts + 0.005 * num_parts
         if turns < min_turns:
-            best_split, min_turns = DhiddenSplit(num_parts, num_last_tiles * num_parts if num_parts > 1 else 0), turns
+            best_split, min_turns = (num_parts, num_last_tiles * num_parts if num_parts > 1 else 0), turns
     return best_split

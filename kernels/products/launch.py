@@ -38,13 +38,13 @@ def dhidden(
     counted: CountedRows = ALL_ROWS,
     add: bool = False,  # True: adds to ``out``; False: stores
     split: DhiddenSplit = UNCUT,
-    scratch: torch.Tensor | None = None,  # [n] fp32 for parts of cut tiles, n at least split.units * tile.elements
+    scratch: torch.Tensor | None = None,  # [n] fp32 for parts of cut tiles, n at least split[1] * tile.elements
     finished: torch.Tensor | None = None,  # [multiprocessors] int32 of 0: numbers of finished parts of cut tiles
 ) -> None:
     """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``; ``softmax``, ``at_target`` and
     ``target`` are fields of ``factors``."""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
-    is_cut = split.pieces > 1
+    is_cut = split != UNCUT
     # the split assumes one program per multiprocessor
     programs = multiprocessors_of(grad.device) if is_cut else programs_of(tile, rows, hidden, grad.device)
     dhidden_kernel[(programs,)](

@@ -20,9 +20,9 @@ def split_of(name: str, tile: Tile, rows: int, vocab: int, hidden: int, device: 
     if name == "whole":
         return UNCUT
     programs = multiprocessors_of(device)
-    split = dhidden_split(tile, rows, hidden, vocab, programs)
-    assert split.pieces > 1 and split.units <= 2 * programs
-    return split if name == "chosen" else DhiddenSplit(13, 13 * (split.units // split.pieces))
+    pieces, units = dhidden_split(tile, rows, hidden, vocab, programs)
+    assert pieces > 1 and units <= 2 * programs
+    return (pieces, units) if name == "chosen" else (13, 13 * (units // pieces))
 
 
 def operands(rows: int, hidden: int, vocab: int, device: str) -> tuple[torch.Tensor, torch.Tensor, products.RowFactors]:
@@ -46,7 +46,7 @@ def expected(grad: torch.Tensor, weight: torch.Tensor, factors: products.RowFact
 
 
 def scratch_of(split: DhiddenSplit, tile: Tile, device: str) -> dict[str, torch.Tensor]:
-    sums = torch.full((split.units * tile.elements,), torch.nan, device=device)
+    sums = torch.full((split[1] * tile.elements,), torch.nan, device=device)
     return {"scratch": sums, "finished": torch.zeros(multiprocessors_of(sums.device), dtype=torch.int32, device=device)}
 
 
@@ -110,11 +110,11 @@ def test_parts_have_one_sum(place: Place, tile: Tile, name: str, rows: int, hidd
 def test_turns() -> None:
     """No more places than there are; whole where nothing is left over, or nothing gained."""
     tile = run_as("sm_90").product
-    assert dhidden_split(tile, 2048, 4096, 128256, 132).pieces == 1 or INTERPRETED
+    assert dhidden_split(tile, 2048, 4096, 128256, 132) == UNCUT or INTERPRETED
     for rows in (16, 200, 1664, 2048, 2736, 8192):
         for hidden in (64, 1024, 2304, 2880):
             for most in (0, 40, None):
-                split = dhidden_split(tile, rows, hidden, 50000, 132, most)
-                assert split.units <= (528 if most is None else most)
-                assert (split.pieces == 1) == (split.units == 0)
-    assert dhidden_split(tile, 2048, 2304, tile.block_k, 132).pieces == 1  # not in parts of no steps
+                pieces, units = dhidden_split(tile, rows, hidden, 50000, 132, most)
+                assert units <= (528 if most is None else most)
+                assert (pieces == 1) == (units == 0)
+    assert dhidden_split(tile, 2048, 2304, tile.block_k, 132) == UNCUT  # not in parts of no steps

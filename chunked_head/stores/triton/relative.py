@@ -235,7 +235,8 @@ def dhidden_part_elements(sizes: Sizes, rows: int) -> int:
         return 0
     if sizes.store.name == "fast" and (sizes.e4m3_gradients or not sizes.own_dhidden):
         return rows * sizes.hidden
-    return sizes.dhidden_split(rows).units * sizes.gpu.product.elements
+    _, part_count = sizes.dhidden_split(rows)
+    return part_count * sizes.gpu.product.elements
 
 
 def relative_logits(rows: int, columns: int, device: torch.device) -> Tensor:
