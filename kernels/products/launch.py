@@ -17,16 +17,10 @@ SPARSE_PIECES = 16  # number of pieces for each program where most entries have 
 MAX_COMPARED = 8192  # most entries that one launch sorts by comparing all pairs, in place of torch's ten launches
 
 
-class RowFactors(NamedTuple):
-    """Factors per row that turn the product of exponentials and the weight into dhidden. All are None if the product
-    is dhidden itself."""
-
-    target: torch.Tensor | None = None  # [rows] int64: the target's row of the weight, -1 where a row does not count
-    softmax: torch.Tensor | None = None  # [rows] fp32: factor of the product
-    at_target: torch.Tensor | None = None  # [rows] fp32: factor of the target's row of the weight
-
-
-NO_FACTORS = RowFactors()
+# What turns the product of exponentials and the weight into dhidden, each [rows]. ``target`` int64: the target's row of
+# the weight, -1 where a row does not count; ``softmax`` fp32: factor of the product; ``at_target`` fp32: factor of the
+# target's row of the weight
+RowFactors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def dhidden(
@@ -34,15 +28,14 @@ def dhidden(
     grad: torch.Tensor,  # [rows, vocab] 16 bit
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     tile: Tile,
-    factors: RowFactors = NO_FACTORS,
+    factors: RowFactors | None = None,  # None: the product is dhidden itself
     counted: CountedRows = ALL_ROWS,
     add: bool = False,  # True: adds to ``out``; False: stores
     split: DhiddenSplit = UNCUT,
     scratch: torch.Tensor | None = None,  # [n] fp32 for parts of cut tiles, n at least split[1] * tile.elements
     finished: torch.Tensor | None = None,  # [multiprocessors] int32 of 0: numbers of finished parts of cut tiles
 ) -> None:
-    """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``; ``softmax``, ``at_target`` and
-    ``target`` are fields of ``factors``."""
+    """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``, of the three ``factors``."""
     (rows, vocab), hidden = grad.shape, weight.shape[1]
     is_cut = split != UNCUT
     # the split assumes one program per multiprocessor
@@ -51,7 +44,8 @@ def dhidden(
         out, *((scratch, finished) if is_cut else (None, None)),
         *matrix(grad, tile.block_m, tile.block_k, tile),
         matrix(weight, tile.block_k, tile.block_n, tile)[0],
-        weight, counted.num_counted, *factors, counted.first_row, rows, vocab, hidden, *split, row_stride(grad, tile),
+        weight, counted.num_counted, *(factors or (None, None, None)), counted.first_row, rows, vocab, hidden, *split,
+        row_stride(grad, tile),
         ADD=add, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_VOCAB=tile.described or vocab % 8 == 0, BLOCK_ROWS=min(32, tile.block_m), num_warps=tile.warps,
         num_stages=tile.stages,
@@ -64,8 +58,8 @@ def finish_dhidden(
     weight: torch.Tensor,  # [vocab, hidden] contiguous
     factors: RowFactors,
 ) -> None:
-    """Writes ``out = softmax * product + at_target * weight[target]``; 0 where a row does not count.
-    ``softmax``, ``at_target`` and ``target`` are fields of ``factors``."""
+    """Writes ``out = softmax * product + at_target * weight[target]``, of the three ``factors``; 0 where a row does
+    not count."""
     (rows, hidden), block = product.shape, min(power_of_2(product.shape[1]), 1024)
     finish_dhidden_kernel[cdiv(rows, 4), cdiv(hidden, block)](
         out, product, weight, *factors, rows, hidden, BLOCK_ROWS=4, BLOCK_COLUMNS=block, num_warps=4

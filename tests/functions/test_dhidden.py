@@ -32,17 +32,17 @@ def operands(rows: int, hidden: int, vocab: int, device: str) -> tuple[torch.Ten
     weight = torch.randn(vocab, hidden, generator=made).to(device, dtype)
     target = torch.randint(-1, vocab, (rows,), generator=made)
     softmax, at_target = torch.rand(2, rows, generator=made).to(device)
-    return grad, weight, products.RowFactors(target.to(device), softmax, at_target)
+    return grad, weight, (target.to(device), softmax, at_target)
 
 
-def expected(grad: torch.Tensor, weight: torch.Tensor, factors: products.RowFactors) -> torch.Tensor:
+def expected(grad: torch.Tensor, weight: torch.Tensor, factors: products.RowFactors | None) -> torch.Tensor:
     product = grad.double() @ weight.double()
-    if factors.target is None:
+    if factors is None:
         return product
-    assert factors.softmax is not None and factors.at_target is not None
-    rows = weight.double()[factors.target.clamp(min=0)]
-    found = factors.softmax.double()[:, None] * product + factors.at_target.double()[:, None] * rows
-    return torch.where((factors.target >= 0)[:, None], found, 0.0)
+    target, softmax, at_target = factors
+    rows = weight.double()[target.clamp(min=0)]
+    found = softmax.double()[:, None] * product + at_target.double()[:, None] * rows
+    return torch.where((target >= 0)[:, None], found, 0.0)
 
 
 def scratch_of(split: DhiddenSplit, tile: Tile, device: str) -> dict[str, torch.Tensor]:
@@ -55,8 +55,8 @@ def scratch_of(split: DhiddenSplit, tile: Tile, device: str) -> dict[str, torch.
 def test_product(
     place: Place, tile: Tile, rows: int, hidden: int, vocab: int, name: str, factored: bool, add: bool
 ) -> None:
-    grad, weight, factors = operands(rows, hidden, vocab, place.device)
-    factors = factors if factored else products.NO_FACTORS
+    grad, weight, row_factors = operands(rows, hidden, vocab, place.device)
+    factors = row_factors if factored else None
     split = split_of(name, tile, rows, vocab, hidden, grad.device)
     old = torch.randn(rows, hidden, device=place.device)
     true = expected(grad, weight, factors) + (old.double() if add else 0.0)

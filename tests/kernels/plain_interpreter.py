@@ -43,9 +43,9 @@ def test_exponentials_in_the_place_of_logits() -> None:
 def test_targets_rows_beside_a_product() -> None:
     """Of BLAS, where a GPU's own product would be no faster."""
     product, weight, out = torch.randn(40, 64), torch.randn(600, 64).half(), torch.empty(40, 64)
-    factors = products.RowFactors(torch.randint(600, (40,)), *torch.rand(2, 40))
-    products.finish_dhidden(out, product, weight, factors)
-    expected = factors.softmax[:, None] * product + factors.at_target[:, None] * weight[factors.target]
+    target, (softmax, at_target) = torch.randint(600, (40,)), torch.rand(2, 40)
+    products.finish_dhidden(out, product, weight, (target, softmax, at_target))
+    expected = softmax[:, None] * product + at_target[:, None] * weight[target]
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 

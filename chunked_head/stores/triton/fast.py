@@ -80,7 +80,7 @@ class FastStore(RelativeStore):
             self.add_rounded(self.rounded, rows, stats, grads)
             return
         if grads.hidden is not None:
-            factors = products.RowFactors(rows.target, *row_factors[:2])
+            factors = rows.target, row_factors[0], row_factors[1]
             self.add_dhidden(exponentials, rows, self.head.weight, grads.hidden_rows(tokens), True, factors)
             grads.sum_over_ranks(tokens)
         if grads.weight is not None and sorted_targets is not None:

@@ -209,10 +209,10 @@ class RelativeStore(HalfStore):
         weight: Tensor,
         out: Tensor,
         is_first: bool,
-        factors: products.RowFactors = products.NO_FACTORS,
+        factors: products.RowFactors | None = None,
     ) -> None:
-        """Adds ``softmax * (dlogits @ weight) + at_target * weight[target]`` to ``out``, or overwrites ``out`` if
-        ``is_first``. ``factors``: ``softmax`` and ``at_target`` [rows]; ``NO_FACTORS``: 1 and 0."""
+        """Adds ``softmax * (dlogits @ weight) + at_target * weight[target]`` to ``out``, of the three ``factors``, or
+        overwrites ``out`` if ``is_first``. Without ``factors`` adds ``dlogits @ weight``."""
         if self.sizes.own_dhidden:
             most_units = self.dhidden_parts.numel() // self.gpu.product.elements
             split = self.sizes.dhidden_split(rows.target.shape[0], most_units)
@@ -220,7 +220,7 @@ class RelativeStore(HalfStore):
                 out, dlogits, weight, self.gpu.product, factors, counted_of(rows), False, split, self.dhidden_parts,
                 self.finished_parts,
             )  # fmt: skip
-        elif factors.target is None:
+        elif factors is None:
             super().add_dhidden(dlogits, rows, weight, out, is_first)
         else:
             product = self.dhidden_parts[: out.numel()].view(out.shape)
