@@ -147,7 +147,7 @@ def structure_of(
             + (" and for the vocabulary shared with the teacher besides" if has_smaller_teacher else "")
             + "; split them over two calls"
         )
-    views = tuple(View(first_softmax[0] / t, id_count) for t, id_count in softmaxes)
+    views = tuple((first_softmax[0] / t, id_count) for t, id_count in softmaxes)
     summand_views = [(summand, softmaxes.index(softmax_of(summand))) for summand in summands]
     metric_views = [(metric, softmaxes.index(softmax_of(metric))) for metric in metrics]
 

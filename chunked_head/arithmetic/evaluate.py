@@ -160,7 +160,7 @@ def unreduced_values(
 def statistics_of(structure: Structure, measure: Summand | Metric, view: int, vectors: TensorsByName) -> TensorsByName:
     """The statistics that a loss or metric may read at its softmax ``view``. A function of the library gets
     ``logprob``, ``lse`` and the statistics in ``needs``; a user's function gets all statistics of the call."""
-    suffix, ratio = SUFFIX[view], structure.views[view].ratio
+    suffix, (ratio, _) = SUFFIX[view], structure.views[view]
     lse = vectors["lse" + suffix]
     values = {"logprob": vectors["logprob" + suffix], "lse": lse}
     if not measure.reads_target:
@@ -363,7 +363,8 @@ def coefficients_of(structure: Structure, grads: TensorsByName, vectors: Tensors
     for i, vocabulary_sum in enumerate(structure.sums):
         if (name := f"sum{i}") not in grads:
             continue
-        slope = structure.views[vocabulary_sum.view].ratio * grads[name]
+        ratio, _ = structure.views[vocabulary_sum.view]
+        slope = ratio * grads[name]
         function = vocabulary_sum.function
         if function.total != "gradient":
             total_vectors: dict[object, Any] = {"value": vectors[name], "slopes": vectors.get(f"{name}_total")}

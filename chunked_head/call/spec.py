@@ -14,7 +14,7 @@ from ..core.gpus import Gpu
 from ..core.memory import Cache
 from ..core.private import private
 from ..core.statistics import lists_of, needed
-from ..core.stats import Demand, View
+from ..core.stats import Demand
 from ..core.tiles import HEAVY
 from ..losses.base import FIELDS, KEPT_FIELDS, Field, Losses, Summand
 from ..losses.user_checks import check_over_ranks
@@ -320,7 +320,7 @@ def structure_at(
         has_squares = "log_sum_sq_probs" in call.outputs
         view = 0 if demand.pairing is None else demand.pairing.view
         # squared probabilities are a softmax at half the temperature, up to a factor
-        views = (*demand.views, View(2.0)) if has_squares else demand.views
+        views = (*demand.views, (2.0, None)) if has_squares else demand.views
         statistics = needed([(name, view) for name in call.outputs], len(views))
         sloped_statistics = needed([(name, view) for name in call.planned_outputs], len(views))
         has_slopes = any(s.slopes is not None for of_view in sloped_statistics for s in of_view)

@@ -14,11 +14,9 @@ SUFFIX = ("", "2")  # for each view the end of the names of its statistics and c
 HEAVY_VECTORS = ("heavy_ids", "heavy_logits")  # names of statistics that stores read, and no loss
 
 
-class View(NamedTuple):
-    """A softmax of a call: ``softmax(ratio * x[:columns])`` of each row of logits x."""
-
-    ratio: float = 1.0  # inverse temperature of the softmax, divided by the inverse temperature of x
-    columns: int | None = None  # number of columns; None: all
+# A softmax of a call: ``softmax(ratio * x[:columns])`` of each row of logits x. ``ratio``: inverse temperature of the
+# softmax, divided by the inverse temperature of x; ``columns``: number of columns, None for all
+View = tuple[float, int | None]
 
 
 class Pairing(NamedTuple):
@@ -33,7 +31,7 @@ class Pairing(NamedTuple):
 class Demand(NamedTuple):
     """The statistics that a call's results and gradient need, besides ``lse``, ``logprob`` and ``target_logit``."""
 
-    views: tuple[View, ...] = (View(),)  # the softmaxes; the first has all columns and ratio 1
+    views: tuple[View, ...] = ((1.0, None),)  # the softmaxes; the first has all columns and ratio 1
     statistics: tuple[tuple[Statistic, ...], ...] = ((),)  # for each view the statistics beside its softmax
     lists: tuple[Statistic, ...] = ()  # statistics that are logits of some columns of each row
     heavy: int = 0  # most ids of a row whose exact logits replace logits of e4m3 operands; 0: nothing is replaced
@@ -63,7 +61,7 @@ class Demand(NamedTuple):
         """The demand of a rank with ``columns`` columns of the vocabulary. ``columns=None``: without numbers of
         columns, which makes the demand equal on all ranks."""
         # a view with fewer columns than the vocabulary gets the rank's number; ranks refuse a smaller teacher
-        views = tuple(view if view.columns is None else view._replace(columns=columns) for view in self.views)
+        views = tuple((ratio, None if width is None else columns) for ratio, width in self.views)
         pairing = None if self.pairing is None else self.pairing._replace(columns=columns or 0)
         return self._replace(views=views, pairing=pairing)
 

@@ -68,9 +68,9 @@ class SetStore(Store):
     def statistics(self, rows: Rows, out: RowStats) -> None:
         if not self.demand.columns_only:
             sets, targets = self.column_sets.narrow(rows.tokens), self.targets[rows.tokens]
-            for i, view in enumerate(self.demand.views):
+            for i, (ratio, _) in enumerate(self.demand.views):
                 outputs = vectors_of(self.softmaxes[i], out.by_name)
-                self.backend.set_stats(outputs, self.logits, sets, targets, ratio_of(view.ratio))
+                self.backend.set_stats(outputs, self.logits, sets, targets, ratio_of(ratio))
             return
         out.zero_()
         for statistic in self.demand.lists:

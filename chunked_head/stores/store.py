@@ -251,14 +251,14 @@ class MatmulStore(Store):
             outputs = SumVectors(function, numbers, 0, vectors[f"sum{i}"], vectors.get(f"sum{i}_total"), None)
             groups.setdefault((view, function.is_paired), []).append(outputs)
         for (view, is_paired), sums in groups.items():
-            names, teacher, columns = self.softmaxes[view], None, views[view].columns or self.vocab
+            names, teacher, (ratio, width) = self.softmaxes[view], None, views[view]
+            columns = width or self.vocab
             if is_paired:
                 assert pairing is not None and self.teacher_stored is not None
                 columns = pairing.columns
                 teacher = self.teacher_softmax(self.teacher_stored, out, columns)
             softmax = vectors[names.lse_base], vectors[names.neg_log_sum]
-            ratio = ratio_of(views[view].ratio)
-            self.backend.sums(sums, self.stored, softmax, ratio, teacher, columns, self.tie_tolerance)
+            self.backend.sums(sums, self.stored, softmax, ratio_of(ratio), teacher, columns, self.tie_tolerance)
 
     def teacher_logits(self, rows: Rows, columns: slice, normalize: SoftmaxVectors[Tensor] | None) -> Stored:
         """Returns the teacher's logits of some columns: the caller's, or new ones from the teacher's hidden states.

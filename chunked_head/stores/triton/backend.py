@@ -100,7 +100,8 @@ class TritonBackend(Backend):
             weights_and_dtypes.append((teacher.weight, teacher.dtype or teacher.weight.dtype))
         if not all(starmap(is_readable, weights_and_dtypes)) or demand.searches_logits or gpu is None:
             return LogitsStore
-        if (demand.views[-1].columns or 0) % RELATIVE_STRIP:
+        _, last_columns = demand.views[-1]
+        if (last_columns or 0) % RELATIVE_STRIP:
             return LogitsStore  # the second softmax would end in the middle of a strip
         # a factor per row could overflow fp16; a cap or a gradient of the bias needs a pass over the buffer
         is_factored = dtype == torch.bfloat16 and demand.rank_one and demand.one_sweep

@@ -77,7 +77,7 @@ class RelativeStore(HalfStore):
             self.dhidden_parts = strip_sums[:part_elements]
             if part_elements > len(strip_sums):
                 self.dhidden_parts = empty(part_elements, dtype=torch.float32, device=device)
-        self.ratios_and_columns = [ratio_of(view.ratio) for view in demand.views], [v.columns for v in demand.views]
+        self.ratios_and_columns = [ratio_of(ratio) for ratio, _ in demand.views], [width for _, width in demand.views]
         self.teacher_rows = sizes.teacher_rows(rows) if plan.teacher_last else rows
         if sizes.teacher_made:
             self.teacher_buffer = relative_logits(self.teacher_rows, sizes.teacher_columns, device)
