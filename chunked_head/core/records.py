@@ -10,15 +10,10 @@ import torch
 Vector = TypeVar("Vector")
 
 
-class CountedRows(NamedTuple):
-    """The number of a call's rows that count, and a chunk's place in the call. Rows that count come first. Kernels
-    compute nothing for later rows."""
-
-    num_counted: torch.Tensor | None = None  # [] int64: number of the call's rows that count; None: all
-    first_row: int = 0  # index of the chunk's first row in the call
-
-
-ALL_ROWS = CountedRows()
+# The number of a call's rows that count, [] int64, None for all; and the index in the call of a chunk's first row. Rows
+# that count come first. Kernels compute nothing for later rows
+CountedRows = tuple[torch.Tensor | None, int]
+ALL_ROWS: CountedRows = None, 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ def dhidden(
     finished: torch.Tensor | None = None,  # [multiprocessors] int32 of 0: numbers of finished parts of cut tiles
 ) -> None:
     """Writes ``out (+)= softmax * (grad @ weight) + at_target * weight[target]``, of the three ``factors``."""
-    (rows, vocab), hidden = grad.shape, weight.shape[1]
+    (rows, vocab), hidden, (num_counted, first_row) = grad.shape, weight.shape[1], counted
     is_cut = split != UNCUT
     # the split assumes one program per multiprocessor
     programs = multiprocessors_of(grad.device) if is_cut else programs_of(tile, rows, hidden, grad.device)
@@ -44,7 +44,7 @@ def dhidden(
         out, *((scratch, finished) if is_cut else (None, None)),
         *matrix(grad, tile.block_m, tile.block_k, tile),
         matrix(weight, tile.block_k, tile.block_n, tile)[0],
-        weight, counted.num_counted, *(factors or (None, None, None)), counted.first_row, rows, vocab, hidden, *split,
+        weight, num_counted, *(factors or (None, None, None)), first_row, rows, vocab, hidden, *split,
         row_stride(grad, tile),
         ADD=add, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m,
         EVEN_VOCAB=tile.described or vocab % 8 == 0, BLOCK_ROWS=min(32, tile.block_m), num_warps=tile.warps,

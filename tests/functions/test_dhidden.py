@@ -7,7 +7,6 @@ from chunked_head.kernels.products import launch as products
 from tiers import crossed
 
 from chunked_head.core.gpus import UNCUT, DhiddenSplit, dhidden_split, multiprocessors_of, run_as
-from chunked_head.core.records import CountedRows
 from chunked_head.core.tiles import INTERPRETED, Tile
 
 OURS = [place for place in PLACES if place.values[0].backend == "triton"]
@@ -79,7 +78,7 @@ def test_rows_that_count(place: Place, tile: Tile, share: float) -> None:
     split = split_of("chosen", tile, rows, vocab, hidden, grad.device)
     count = int(share * rows)
     out = torch.full((rows, hidden), 7.0, device=place.device)
-    counted = CountedRows(torch.tensor(900 + count, device=place.device), 900)
+    counted = torch.tensor(900 + count, device=place.device), 900
     scratch = scratch_of(split, tile, place.device)
     products.dhidden(out, grad, weight, tile, factors, counted, split=split, **scratch)
     true = expected(grad, weight, factors)[:count]

@@ -10,7 +10,7 @@ from chunked_head.kernels.statistics import launch as statistics
 from tiers import crossed
 
 from chunked_head.core.gpus import run_as
-from chunked_head.core.records import CountedRows, SoftmaxVectors, Stored, Transform
+from chunked_head.core.records import SoftmaxVectors, Stored, Transform
 from chunked_head.core.statistics import ENTROPY, RUNNER_UP, TOP, WEIGHTED_SUM
 from chunked_head.core.tiles import HEAVY, LEAST_HEAVY_LOG2, MARGIN_LOG2, Quantised
 from chunked_head.stores import operands as stores
@@ -93,7 +93,7 @@ def test_what_is_mended(place: Place, relative: bool, spread: float, softcap: fl
     )
     strips = Strips.empty(ROWS, -(-VOCAB // tile.block_n) * (tile.block_n // width), device, kinds).of_rows(ROWS)
     stored = torch.zeros(ROWS, -(-VOCAB // 8) * 8, dtype=torch.float16 if relative else torch.bfloat16, device=device)
-    stored, counted = stored[:, :VOCAB], CountedRows(None if count is None else torch.tensor(count, device=device), 0)
+    stored, counted = stored[:, :VOCAB], (None if count is None else torch.tensor(count, device=device), 0)
     level = None if relative else target_logit
     statistics.exp_logits(
         stored, strips, h8, w8, bias, None, level, transform, tile, ratios, widths, counted, target, target_logit

@@ -87,7 +87,7 @@ def test_pick_columns(place: Place, kind: str, counted: bool) -> None:
     out, rows = torch.empty(70, len(columns[::3]), dtype=torch.bfloat16, device=place.device), 70
     count = records.ALL_ROWS
     if counted:
-        rows, count = 41, records.CountedRows(torch.tensor(51, device=place.device), 10)
+        rows, count = 41, (torch.tensor(51, device=place.device), 10)
         grad[rows:] = torch.nan
     products.pick_columns(out, grad, columns, 3, count)
     expected = torch.where(columns[::3] < 0, 0.0, grad[:, columns[::3].long().clamp(min=0)])
@@ -431,7 +431,5 @@ def test_dweight_of_counted_rows(place: Place, count: int, tile: tiles.Tile, fir
     states[counts:] = 0.0
     grad[-(-counts // tile.block_k) * tile.block_k :] = torch.nan
     out = torch.full_like(old, torch.nan) if first else old.clone()
-    products.dweight(
-        out, grad, states, first, tile, records.CountedRows(torch.tensor(700 + count, device=place.device), 700)
-    )
+    products.dweight(out, grad, states, first, tile, (torch.tensor(700 + count, device=place.device), 700))
     assert_dweight(out, None if first else old, grad[:counts], states[:counts])

@@ -19,7 +19,7 @@ SLOTS, STRIP = 8, 64
 
 def counted_of(rows: int, place: Place, some: bool) -> tuple[int, CountedRows]:
     count = rows - 5 if some else rows
-    return count, CountedRows(torch.tensor(count + 3, device=place.device), 3) if some else ALL_ROWS
+    return count, (torch.tensor(count + 3, device=place.device), 3) if some else ALL_ROWS
 
 
 def in_e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ MOST_FREQUENT = 512  # most ids that may count as frequent
 
 def counted_of(rows: Rows) -> CountedRows:
     """Returns the call's number of rows that count, and the chunk's first row. Kernels skip all other rows."""
-    return CountedRows(rows.num_counted, rows.tokens.start)
+    return rows.num_counted, rows.tokens.start
 
 
 def zero_uncounted_(dlogits: Tensor, rows: Rows) -> Tensor:
