@@ -215,8 +215,7 @@ def row_grad(
         gradient, log_p_by_view = torch.zeros_like(x), []
         is_counted = (row_terms.target >= 0).unsqueeze(1)
         for softmax in row_terms.softmaxes:
-            scaled_x = x if softmax.ratio is None else x * softmax.ratio
-            log_p = logprobs(scaled_x, softmax.lse_base, softmax.neg_log_sum)
+            log_p = logprobs(x if softmax.ratio is None else x * softmax.ratio, *softmax[:2])
             if softmax.columns is not None:
                 log_p[:, softmax.columns :] = -torch.inf
             log_p_by_view.append(log_p)
