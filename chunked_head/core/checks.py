@@ -196,7 +196,7 @@ def check_device(argument: str, tensor: Tensor | None, device: torch.device, ope
 def check_temperature(temperature: float | Tensor) -> None:
     """Checks the value of a temperature that is a number, and the dtype of a tensor with a number per token."""
     if not isinstance(temperature, Tensor):
-        number(None, "temperature", temperature, 0.0, open_=True)
+        number(None, "temperature", temperature, 0.0, is_open=True)
         return
     if is_dtensor(temperature):
         raise TypeError("temperature is a DTensor; pass .to_local(): that of this rank's tokens")
@@ -208,7 +208,7 @@ def check_temperature(temperature: float | Tensor) -> None:
 
 def check_softcap(softcap: float | None) -> None:
     if softcap is not None:
-        number(None, "softcap", softcap, 0.0, open_=True)
+        number(None, "softcap", softcap, 0.0, is_open=True)
 
 
 def check_int(argument: str, value: int, least: int | None = None) -> None:
@@ -245,26 +245,31 @@ def name(dtype: torch.dtype) -> str:
 
 
 def number(
-    owner: str | None, argument: str, value: Any, least: float = -INFINITY, most: float = INFINITY, open_: bool = False
+    owner: str | None,
+    argument: str,
+    value: Any,
+    least: float = -INFINITY,
+    most: float = INFINITY,
+    is_open: bool = False,
 ) -> float:
     """Returns ``value`` as a float. TypeError if it is no number; ValueError if it is infinite, below ``least`` or
-    above ``most``. With ``open_``, ``least`` itself raises too. ``owner``: in the error, the name of the function that
-    has the argument; None for an option of calls."""
+    above ``most``. With ``is_open``, ``least`` itself raises too. ``owner``: in the error, the name of the function
+    that has the argument; None for an option of calls."""
     is_number = isinstance(value, NUMBERS) and not isinstance(value, bool)
-    if is_number and least <= value <= most and not (open_ and value == least) and -INFINITY < value < INFINITY:
+    if is_number and least <= value <= most and not (is_open and value == least) and -INFINITY < value < INFINITY:
         return float(value)
     full_name = argument if owner is None else f"{argument} of {owner}"
-    interval = f"{'(' if open_ or least == -INFINITY else '['}{least:g}, {most:g}{')' if most == INFINITY else ']'}"
+    interval = f"{'(' if is_open or least == -INFINITY else '['}{least:g}, {most:g}{')' if most == INFINITY else ']'}"
     remedy = "; for T = 0 train on the argmax as the target" if argument.endswith("temperature") else ""
     raise (ValueError if is_number else TypeError)(f"{full_name} must be a number in {interval}, got {value!r}{remedy}")
 
 
-def bound(owner: str, argument: str, value: Any, least: float = 0.0, open_: bool = False) -> float:
+def bound(owner: str, argument: str, value: Any, least: float = 0.0, is_open: bool = False) -> float:
     """Returns ``value`` as a float, which may be infinity. Raises like ``number`` for a value below ``least``; with
-    ``open_`` also for ``least``."""
-    if type(value) is float and (value > least or (value == least and not open_)):
+    ``is_open`` also for ``least``."""
+    if type(value) is float and (value > least or (value == least and not is_open)):
         return value
-    return number(owner, argument, value, least, open_=open_)
+    return number(owner, argument, value, least, is_open=is_open)
 
 
 def choice(owner: str | None, argument: str, value: Any, allowed: tuple[Any, ...]) -> Any:

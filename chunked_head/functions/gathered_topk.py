@@ -54,7 +54,7 @@ def gathered_topk_kl(
     """
     choice(FUNCTION_NAME, "reduction", reduction, ("mean", "sum", "none"))
     options = topk_options(FUNCTION_NAME, divergence, normalize, beta, teacher_renormalize, teacher_temperature)
-    temperature = number(FUNCTION_NAME, "temperature", temperature, 0.0, open_=True)
+    temperature = number(FUNCTION_NAME, "temperature", temperature, 0.0, is_open=True)
     temperature_factor = squared_temperature(FUNCTION_NAME, temperature, t_squared)
     if lse is None and normalize != "topk":
         raise ValueError(

@@ -355,7 +355,7 @@ def make(
     summand = Summand(kind, function, options or {}, frozenset(needs), **summand_fields, **summand_options)
     loss_name = f"losses.{kind}"
     if summand.temperature is not None:
-        checks.number(loss_name, "temperature", summand.temperature, 0.0, open_=True)
+        checks.number(loss_name, "temperature", summand.temperature, 0.0, is_open=True)
     if summand.reduction not in (None, "mean", "sum"):
         raise ValueError(
             f'reduction of {loss_name} must be "mean" or "sum" (None: the call\'s), got {summand.reduction!r}'

@@ -91,7 +91,7 @@ def lk(form: str = "log", eta: float = 3.0, least: float = 1e-5, **teacher: Unpa
     below ``least``. ``form="hybrid"``: ``w * KL(q || p) + (1 - w) * tvd``, where ``w = exp(-eta * a)`` has no gradient.
     """
     choice("losses.lk", "form", form, ("log", "hybrid"))
-    eta, least = number("losses.lk", "eta", eta, 0.0), number("losses.lk", "least", least, 0.0, 1.0, open_=True)
+    eta, least = number("losses.lk", "eta", eta, 0.0), number("losses.lk", "least", least, 0.0, 1.0, is_open=True)
     if form == "log":
         return dense("lk", ("overlap",), teacher, None, _log_acceptance, {"least": least})
     return dense("lk", ("forward_kl", "tvd"), teacher, None, _hybrid_acceptance, {"eta": eta})
@@ -129,9 +129,9 @@ def dense(
     logit_scale = number(loss_name, "teacher_logit_scale", summand_options.pop("teacher_logit_scale", 1.0))
     factor = squared_temperature(loss_name, summand_options.get("temperature"), summand_options.pop("t_squared", False))
     teacher = Teacher(
-        None if temperature is None else number(loss_name, "teacher_temperature", temperature, 0.0, open_=True),
+        None if temperature is None else number(loss_name, "teacher_temperature", temperature, 0.0, is_open=True),
         logit_scale,
-        None if softcap is None else number(loss_name, "teacher_softcap", softcap, 0.0, open_=True),
+        None if softcap is None else number(loss_name, "teacher_softcap", softcap, 0.0, is_open=True),
         beta,
     )
     options = {"statistics": statistics} if options is None else options
@@ -218,7 +218,7 @@ def topk_options(
     checked_temperature = (
         1.0
         if teacher_temperature is None
-        else number(function_name, "teacher_temperature", teacher_temperature, 0.0, open_=True)
+        else number(function_name, "teacher_temperature", teacher_temperature, 0.0, is_open=True)
     )
     if checked_temperature != 1 and normalize != "tail" and not is_renormalized:
         raise ValueError(
@@ -241,7 +241,7 @@ def squared_temperature(function_name: str, temperature: Any, t_squared: bool) -
         return 1.0
     if temperature is None:
         raise ValueError(f"t_squared of {function_name} needs the loss's own temperature; pass temperature=")
-    return number(function_name, "temperature", temperature, 0.0, open_=True) ** 2
+    return number(function_name, "temperature", temperature, 0.0, is_open=True) ** 2
 
 
 def _topk_kl(stats: Stats, batch: Batch, factor: float, **options: Any) -> Tensor:

@@ -82,7 +82,7 @@ def grpo(
     if delta is not None and dual_clip is not None:
         raise ValueError("losses.grpo takes delta or dual_clip, which bound the same ratio, not both; leave one out")
     if dual_clip is not None:
-        clip_options["ceiling"] = bound("losses.grpo", "dual_clip", dual_clip, 1.0, open_=True)
+        clip_options["ceiling"] = bound("losses.grpo", "dual_clip", dual_clip, 1.0, is_open=True)
     options = {**clip_options, "ratio_clamp": ratio_clamp}
     return make_policy("grpo", _grpo, options, policy)
 
@@ -133,8 +133,8 @@ def sapo(
     Fields: advantages [tokens], old_logprobs [tokens] (without them r = 1). ``ratio_clamp``: see ``grpo``.
     """
     options = {
-        "tau_pos": number("losses.sapo", "tau_pos", tau_pos, 0.0, 1e6, open_=True),
-        "tau_neg": number("losses.sapo", "tau_neg", tau_neg, 0.0, 1e6, open_=True),
+        "tau_pos": number("losses.sapo", "tau_pos", tau_pos, 0.0, 1e6, is_open=True),
+        "tau_neg": number("losses.sapo", "tau_neg", tau_neg, 0.0, 1e6, is_open=True),
         "ratio_clamp": ratio_clamp,
     }
     return make_policy("sapo", _sapo, options, policy)
@@ -163,13 +163,13 @@ def checked_clip(loss_name: str, clip_low: float, clip_high: float, delta: float
     if delta is None:
         return {"min_ratio": min_ratio, "max_ratio": max_ratio, "ceiling": None}
     # of the two ceilings, delta and the clip's, the surrogate's min takes the lower for A > 0, the higher for A < 0
-    delta = bound(loss_name, "delta", delta, open_=True)
+    delta = bound(loss_name, "delta", delta, is_open=True)
     return {"min_ratio": min_ratio, "max_ratio": min(delta, max_ratio), "ceiling": max(delta, max_ratio)}
 
 
 def checked_clamp(loss_name: str, value: float | None, argument: str = "ratio_clamp") -> float | None:
     """The bound of a clamp, or None. TypeError or ValueError unless ``value`` is None or a positive number."""
-    return None if value is None else bound(loss_name, argument, value, open_=True)
+    return None if value is None else bound(loss_name, argument, value, is_open=True)
 
 
 def token_log_ratio(stats: Stats, batch: Batch) -> Tensor:

@@ -170,7 +170,7 @@ def vespo(
         "lambda_pos": max(1e-4, number("losses.vespo", "lambda_pos", lambda_pos, 0.0)),
         "k_neg": number("losses.vespo", "k_neg", k_neg, 0.0),
         "lambda_neg": max(1e-4, number("losses.vespo", "lambda_neg", lambda_neg, 0.0)),
-        "ratio_clamp": bound("losses.vespo", "ratio_clamp", ratio_clamp, open_=True),
+        "ratio_clamp": bound("losses.vespo", "ratio_clamp", ratio_clamp, is_open=True),
     }
     return make_policy("vespo", _vespo, options, policy, unit="token")
 

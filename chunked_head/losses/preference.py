@@ -66,7 +66,7 @@ def kto(
     """
     loss_name = "losses.kto"
     options = {
-        "beta": number(loss_name, "beta", beta, 0.0, open_=True),
+        "beta": number(loss_name, "beta", beta, 0.0, is_open=True),
         "desirable_weight": number(loss_name, "desirable_weight", desirable_weight, 0.0),
         "undesirable_weight": number(loss_name, "undesirable_weight", undesirable_weight, 0.0),
         "average": flag(f"average of {loss_name}", average),
@@ -161,7 +161,7 @@ def dpo(
     """
     loss_name = "losses.dpo"
     choice(loss_name, "variant", variant, DPO_VARIANTS)
-    tau = number(loss_name, "discopop_tau", discopop_tau, 0.0, math.inf, open_=True)
+    tau = number(loss_name, "discopop_tau", discopop_tau, 0.0, math.inf, is_open=True)
     has_reference = not flag(f"reference_free of {loss_name}", reference_free)
     checked_alpha = number(loss_name, "divergence_alpha", divergence_alpha)
     power_by_divergence = {"reverse_kl": 0.0, "forward_kl": -1.0, "js": None, "alpha": checked_alpha - 1.0}
@@ -255,7 +255,7 @@ def make_paired(
             variant == "exo_pair" and not 0 < checked_smoothing < 1,
     })  # fmt: skip
     options = {
-        "beta": number(loss_name, "beta", beta, 0.0, open_=True),
+        "beta": number(loss_name, "beta", beta, 0.0, is_open=True),
         "variant": variant,
         "eps": checked_smoothing,
         "average": variant in MEAN_SCORE_VARIANTS if average is None else flag(f"average of {loss_name}", average),

@@ -56,7 +56,7 @@ def reward(
     has_reference = not flag(f"reference_free of {metric_name}", reference_free)
     options = {
         "quantity": quantity,
-        "beta": number(metric_name, "beta", beta, 0.0, open_=True),
+        "beta": number(metric_name, "beta", beta, 0.0, is_open=True),
         "average": flag(f"average of {metric_name}", average),
         "has_reference": has_reference,
         "power": -number(metric_name, "alpha", alpha),

@@ -82,7 +82,7 @@ class Metric(Measure):
                 f"weighting of {metric_name} is that of a mean over tokens; here it has no meaning; leave it out"
             )
         if self.temperature is not None:
-            number(metric_name, "temperature", self.temperature, 0.0, open_=True)
+            number(metric_name, "temperature", self.temperature, 0.0, is_open=True)
         if self.weighting != "token" and self.ids not in self.fields:
             object.__setattr__(self, "fields", (*self.fields, self.ids))
         if self.check and not is_library(self.function):
