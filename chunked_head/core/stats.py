@@ -25,7 +25,7 @@ class Pairing(NamedTuple):
     view: int  # index of the student's softmax in ``Demand.views``
     columns: int  # number of columns that both vocabularies have
     statistics: tuple[Statistic, ...] = ()  # statistics of the teacher's logits
-    last: bool = False  # the gradient depends on no sum over both softmaxes, so that one kernel makes both
+    is_fused: bool = False  # the gradient depends on no sum over both softmaxes, so that one kernel makes both
 
 
 class Demand(NamedTuple):

@@ -196,7 +196,7 @@ class Sizes:
         with the gradients then, some rows at a time."""
         pairing = self.demand.pairing
         is_chunk_independent = self.ranks == 1 and not (self.waits_for_all or self.ends_with_segments)
-        return pairing is not None and pairing.last and self.own_matmul and is_chunk_independent
+        return pairing is not None and pairing.is_fused and self.own_matmul and is_chunk_independent
 
     def teacher_rows(self, rows: int) -> int:
         """Number of rows of the teacher's logits in memory at a time, for chunks of ``rows`` rows."""
