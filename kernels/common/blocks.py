@@ -89,10 +89,10 @@ def descaled(
     weight_scale_ptr,  # [] fp32
     hidden_common_ptr,  # [rows] fp32
     weight_common_ptr,  # [columns] fp32, or None
-    offs_row,
-    rows,
-    offs_col,
-    columns,
+    offs_row,  # indices of the tile's rows
+    rows,  # number of rows of the logits
+    offs_col,  # indices of the tile's columns
+    columns,  # number of columns of the logits
 ):
     """Returns logits from the product of e4m3 operands: multiplies by the scales of hidden states and weight, and adds
     the outer product of ``hidden_common`` and ``weight_common``. The outer product restores the

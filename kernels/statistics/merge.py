@@ -80,20 +80,20 @@ def merge_strips(
         strip_sum = tl.load(strip_sum_ptr + offsets, mask=mask, other=0.0)
         if level_ptr is not None:
             has_offset = strip_sum < 0.0
-            strip_max = tl.load(strip_offset_ptr + offsets, mask=mask & has_offset, other=float("-inf"))
-            strip_max = tl.where(has_offset, strip_max, exact_logit[None, :])
+            strip_offset = tl.load(strip_offset_ptr + offsets, mask=mask & has_offset, other=float("-inf"))
+            strip_offset = tl.where(has_offset, strip_offset, exact_logit[None, :])
             strip_sum = tl.abs(strip_sum)
         else:
-            strip_max = tl.load(strip_offset_ptr + offsets, mask=mask, other=float("-inf"))
-        strip_max = times(strip_max, ratio)
+            strip_offset = tl.load(strip_offset_ptr + offsets, mask=mask, other=float("-inf"))
+        strip_offset = times(strip_offset, ratio)
         if not IS_FIRST_SOFTMAX:
-            strip_max = tl.where(strip_sum > 0.0, strip_max, float("-inf"))
-        block_max = tl.max(strip_max, 0)
+            strip_offset = tl.where(strip_sum > 0.0, strip_offset, float("-inf"))
+        block_max = tl.max(strip_offset, 0)
         largest_offset = tl.maximum(largest_offset, block_max)
         new_max = tl.maximum(run_max, block_max)
         offset = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp2((run_max - offset) * log2_e)
-        distance = strip_max - offset[None, :]
+        distance = strip_offset - offset[None, :]
         weight = tl.exp2(distance * log2_e)
         if NUM_VECTORS > 0:
             states = ADD_EXPONENTIALS(
