@@ -239,9 +239,9 @@ class MatmulStore(Store):
         largest_by_vector = [value.abs().view(len(value), -1).amax(1) for value in coefficients.by_name.values()]
         largest_by_row = torch.stack(largest_by_vector).amax(0) * abs(self.head.logit_scale)
         largest = (largest_by_row if rows.scale is None else largest_by_row * rows.scale).amax()
-        divisor = (largest / LARGEST_FP16_DLOGIT).clamp(min=torch.finfo(largest.dtype).tiny)
-        divisor = torch.where((largest > 0) & torch.isfinite(largest), divisor, 1.0)
-        return coefficients * (1.0 / divisor), divisor
+        dlogits_divisor = (largest / LARGEST_FP16_DLOGIT).clamp(min=torch.finfo(largest.dtype).tiny)
+        dlogits_divisor = torch.where((largest > 0) & torch.isfinite(largest), dlogits_divisor, 1.0)
+        return coefficients * (1.0 / dlogits_divisor), dlogits_divisor
 
     def sum_statistics(self, rows: Rows, out: RowStats) -> None:
         pairing, views, vectors = self.demand.pairing, self.demand.views, out.by_name

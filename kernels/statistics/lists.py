@@ -54,6 +54,7 @@ STRIP_STAGES = {
 }
 LANE_STAGES = {
     "zero_lanes": "BLOCK, DTYPE",
+    # ``lane_max`` and ``lane_sum`` [BLOCK]: of each lane the largest x before the block, the sum of exp(x - lane_max)
     "add_lanes": "states, x, column, in_columns, class_weights_ptr, lane_max, lane_sum, offset, rescale, z, e",
     "merge_lanes": "states, lane_max, lane_sum, distance, weight, row_max, row_sum, log_sum",
 }
