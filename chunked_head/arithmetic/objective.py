@@ -94,9 +94,8 @@ class Objective:
         of the outputs."""
         raise NotImplementedError
 
-    def results(self, stats: RowStats) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
-        """Returns the call's outputs, the reduced values [] of the summands, and the sums or extrema of the metrics'
-        values. Both lists are empty where values are per token. Called once, with the statistics of all tokens."""
+    def results(self, stats: RowStats) -> tuple[Tensor, ...]:
+        """Returns the call's outputs. Called once, with the statistics of all tokens."""
         raise NotImplementedError
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
@@ -162,12 +161,18 @@ class LossObjective(Objective):
 
 @dataclass(eq=False, kw_only=True)
 class ScalarObjective(LossObjective):
-    """A sum of losses, each of which is reduced to a number before the sum."""
+    """A sum of losses, each of which is reduced to a number before the sum.
+
+    ``results`` sets ``stats``, ``loss_values`` and ``metric_totals``, from which parts and metrics are returned.
+    """
 
     inverses: list[Tensor]  # [] 1 / D of each summand: 0 for a normalizer of 0, nan if an id is out of range
     is_normalized: bool  # some denominator is a normalizer, which may be 0
     expected_upstream: float | Tensor  # the upstream gradient [] for which the forward pass makes gradients
     counts: list[Tensor]  # [] divisors of the metrics
+    stats: RowStats | None = None  # of all tokens
+    loss_values: Sequence[Tensor] = ()  # [] the reduced value of each summand
+    metric_totals: Sequence[Tensor] = ()  # sums or extrema of the metrics' values; without ``segment_metrics``
 
     def run_losses(
         self, stats: RowStats, rows: slice, needs_slopes: bool, is_closed: bool = False, keeps_values: bool = True
@@ -177,7 +182,8 @@ class ScalarObjective(LossObjective):
         coefficients = self.evaluate_rows(stats, rows, needs_slopes, keeps_values)
         return Coefficients.from_dict(coefficients) if needs_slopes else None
 
-    def results(self, stats: RowStats) -> tuple[tuple[Tensor], list[Tensor], list[Tensor]]:
+    def results(self, stats: RowStats) -> tuple[Tensor]:
+        self.stats = stats
         if self.table is None and (self.targets.shape[0] or (self.coupled and self.exchanges)):
             self.evaluate_rows(stats, slice(0, len(self.targets)), False)
         (table, unit_values), structure, summand_count = self.take_values(), self.structure, len(self.inverses)
@@ -189,23 +195,27 @@ class ScalarObjective(LossObjective):
             # one launch makes the sums of all rows and the sum of losses
             total, row_sums = self.backend.sum_rows(table, self.inverses[0], self.one_or_nan, number_coefficients)
             sums = list(row_sums.unbind())
-            return (total,), sums[:summand_count], sums[summand_count:]
+            self.loss_values, self.metric_totals = sums[:summand_count], sums[summand_count:]
+            return (total,)
         if table is None:
             loss_values = [inverse * 0.0 for inverse in self.inverses]
-            metric_totals = self.totals_without_tokens(structure.metrics)
+            self.metric_totals = self.totals_without_tokens(structure.metrics)
         else:
             sums = totals(structure, table, unit_values, self.one_or_nan)
-            loss_values, metric_totals = list(map(torch.mul, sums[:summand_count], self.inverses)), sums[summand_count:]
+            loss_values = list(map(torch.mul, sums[:summand_count], self.inverses))
+            self.metric_totals = sums[summand_count:]
             if self.is_normalized:  # by selection: a normalizer of 0 gives 0 even for an infinite sum
                 loss_values = [torch.where(d == 0, d, v) for d, v in zip(self.inverses, loss_values, strict=True)]
+        self.loss_values = loss_values
         # the sum has memory of its own: a caller may write to it
         first_term, *other_terms = map(torch.mul, loss_values, self.loss_coefficients)
-        return (sum(other_terms, first_term),), loss_values, metric_totals
+        return (sum(other_terms, first_term),)
 
-    def metric_values(self, stats: RowStats, metric_totals: Sequence[Tensor]) -> dict[str, MetricValue]:
-        """Metrics of all tokens by name. ``metric_totals``: the sums and extrema that ``results`` returns. Computes
-        ``Structure.segment_metrics``, which read all tokens at once and have no totals in ``metric_totals``."""
-        metric_totals, segment_metrics = [*metric_totals], self.structure.segment_metrics
+    def metric_values(self) -> dict[str, MetricValue]:
+        """Metrics of all tokens by name. Called after ``results``. Computes ``Structure.segment_metrics``, which read
+        all tokens at once and have no totals in ``metric_totals``."""
+        stats, metric_totals, segment_metrics = self.stats, [*self.metric_totals], self.structure.segment_metrics
+        assert stats is not None
         if segment_metrics and not self.targets.shape[0] and not self.exchanges:
             metric_totals += self.totals_without_tokens(segment_metrics)
         elif segment_metrics:
@@ -264,13 +274,13 @@ class TokenObjective(LossObjective):
     def token_factors(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Tensor:
         return counted_upstream(upstream[0], self.targets)
 
-    def results(self, stats: RowStats) -> tuple[tuple[Tensor], list[Tensor], list[Tensor]]:
+    def results(self, stats: RowStats) -> tuple[Tensor]:
         if self.table is None:
             self.evaluate_rows(stats, slice(0, len(self.targets)), False)
         table, _ = self.take_values()
         assert table is not None
         first_term, *other_terms = map(product_of, table, self.loss_coefficients)
-        return (sum(other_terms, first_term) * self.one_or_nan,), [], []
+        return (sum(other_terms, first_term) * self.one_or_nan,)
 
     def coefficients_for(self, stats: RowStats, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         token_upstream = counted_upstream(upstream[0], self.targets)
@@ -297,9 +307,9 @@ STATISTIC_OF_OUTPUT = {"logprobs": "logprob"}  # names of statistics by name of 
 class StatsObjective(Objective):
     """The statistics themselves, for a loss that the caller computes."""
 
-    def results(self, stats: RowStats) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
+    def results(self, stats: RowStats) -> tuple[Tensor, ...]:
         if self.output_names == ("logprobs",):
-            return (stats.logprob * self.one_or_nan,), [], []  # the kernels store 0 where a token does not count
+            return (stats.logprob * self.one_or_nan,)  # the kernels store 0 where a token does not count
         is_token_counted, zero_or_nan = self.targets >= 0, self.one_or_nan - self.one_or_nan
         values = []
         for name in self.output_names:
@@ -309,7 +319,7 @@ class StatsObjective(Objective):
                 values.append(torch.where(is_value_counted, value + zero_or_nan, zero_or_nan))
             else:
                 values.append(value * is_value_counted)  # integers are never nan, so a product suffices
-        return tuple(values), [], []
+        return tuple(values)
 
     def output(self, vectors: TensorsByName, name: str) -> Tensor:
         """The output ``name`` [tokens] or [tokens, K] from the statistics ``vectors``; unspecified where a token does

@@ -170,8 +170,8 @@ def option(check: Callable[[Any], Any], default: Any = None, decides: Decides = 
 class Call(Generic[Result]):
     """The request of a user, made by any public function: operands, options, losses, metrics, batch.
 
-    ``result`` turns an ``Outcome`` into the public function's return value. If the call returns values per token,
-    ``result`` refers to no tensor of the call.
+    ``result(outputs, call, work)`` is the public function's return value, from the outputs of the call and the
+    ``LocalWork`` that has run. If the call returns values per token, ``result`` refers to no tensor of the call.
     """
 
     function: str  # name of the public function
@@ -213,7 +213,7 @@ class Call(Generic[Result]):
     outputs: tuple[str, ...] = ()  # names of the values that are returned for each token; empty for one loss
     unplanned_outputs: tuple[str, ...] = ()  # names of outputs whose gradients are made from recomputed logits
     top_k: int | None = option(lambda x: None if x is None else checks.check_int("top_k", x))
-    result: Callable[[Any], Result]
+    result: Callable[..., Result]
 
     def __post_init__(self) -> None:
         """Sets attributes that follow from the operands."""

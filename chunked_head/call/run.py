@@ -2,8 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch import Tensor
 from ..arithmetic.evaluate import under_hooks
 from ..arithmetic.objective import ScalarObjective
 from ..core.private import private
-from ..core.stats import RowStats, all_at_targets
-from ..plan.plans import Plan
+from ..core.stats import RowStats, all_at_targets, layout_of
 from ..stores.gradients import Gradients
 from .logits_work import LogitsWork, logits_work
 from .objectives import objective_of, request_fields
@@ -37,34 +35,19 @@ FORWARD_MODE_ERROR = (
 Grads = tuple[Tensor | None, ...]  # gradients of the operands, or upstream gradients of the outputs
 
 
-class Outcome(NamedTuple):
-    """The results of a call that ran, with its plan, tokens and objective."""
-
-    outputs: tuple[Tensor, ...]
-    plan: Plan | None = None  # None for logits that exist, and in a compiled graph
-    tokens: Any = None  # ``Tokens``
-    objective: Any = None  # ``Objective``
-    stats: Any = None  # ``RowStats``
-    loss_values: Sequence[Tensor] = ()  # [] the reduced value of each summand; none for values per token
-    metric_totals: Sequence[Tensor] = ()  # sums or extrema of the metrics over tokens
-
-
-Finished = tuple[RowStats, list[Tensor], list[Tensor]]  # the last three fields of an ``Outcome``
-
-
-def run(call: Call[Any], spec: Spec) -> Outcome:
-    """Runs the call eagerly. The outputs are differentiable."""
-    finished = list[Finished]()
+def run(call: Call[Any], spec: Spec) -> tuple[tuple[Tensor, ...], HeadWork | LogitsWork]:
+    """Runs the call eagerly. Returns the outputs, which are differentiable, and the work, whose plan and objective
+    ``Call.result`` reads."""
     with on_device(call.device):
         tokens, work, operands = prepared(tokens_of(call, spec))
-        outputs = CallFunction.apply([work], None, finished, *operands)
+        outputs = CallFunction.apply([work], None, *operands)
     if call.outputs:
         if tokens.packing is not None:
             outputs = tuple(map(tokens.packing.unpack, outputs))
         if call.shard is not None and call.weight is not None:
             outputs = tuple(map(call.shard.own_tokens, outputs))
         outputs = all_at_targets(outputs, call.token_shape, call.shift)
-    return Outcome(outputs, work.plan, tokens, work.objective, *finished[0])
+    return outputs, work
 
 
 def prepared(
@@ -118,46 +101,43 @@ class CallFunction(torch.autograd.Function):
     """The autograd Function of a call, or of several calls, one for each stream of hidden states. It returns the
     outputs of the one call, or the sum of the losses of all streams.
 
-    ``buffer``: a ``StreamsBuffer`` in which the streams' gradients of the weight add up, else None. ``finished``: an
-    empty list, to which each call appends its statistics, values of summands and totals of metrics. Operands: the
+    ``buffer``: a ``StreamsBuffer`` in which the streams' gradients of the weight add up, else None. Operands: the
     hidden states of each call, weight, and bias or None; or logits.
+
+    Backward reads the works. Autograd saves the operands and a teacher's tensors, so that they are freed after
+    backward: the works have empty tensors in place of a teacher's. If the call returns statistics, autograd saves these
+    too, since an attribute would keep their graph alive.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, works: Sequence[LocalWork], buffer: Any, finished: list[Finished], *operands: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, works: Sequence[LocalWork], buffer: Any, *operands: Tensor | None) -> tuple[Tensor, ...]:
         first_operand, stream_count = operands[0], len(works)
         assert first_operand is not None
         has_late_gradients = bool([work for work in works if work.plan is None or work.plan.schedule == "recompute"])
         outputs_by_call, grads_by_call = list[tuple[Tensor, ...]](), list[Gradients | None]()
-        backwards, saved, saved_ends = list[BackwardWork](), [*operands], [len(operands)]
+        backward_works, saved, saved_ends = list[LocalWork](), [*operands], [len(operands)]
         with without_autocast(first_operand.device):  # ``run`` has made the tensors' GPU the current one
             if buffer is not None and not has_late_gradients:
                 buffer.begin(works[0])
             for work, hidden_or_logits in zip(works, operands, strict=False):
                 stats, grads = work.forward((hidden_or_logits, *operands[stream_count:]))
-                outputs, loss_values, metric_totals = work.objective.results(stats)
-                finished.append((stats, loss_values, metric_totals))
+                outputs = work.objective.results(stats)
                 if buffer is not None and grads is not None:
                     buffer.added(work, grads)
                 outputs_by_call.append(outputs)
                 grads_by_call.append(grads)
-                # what backward needs
-                is_scalar, teacher = isinstance(work.objective, ScalarObjective), work.objective.teacher
-                named_stats = {} if is_scalar else stats.by_name
-                saved += named_stats.values()
-                if teacher is not None:
+                if not isinstance(work.objective, ScalarObjective):
+                    saved += stats.by_name.values()
+                if (teacher := work.objective.teacher) is not None:
                     saved += teacher.tensors
                     work = work.with_teacher([tensor.new_empty(0) for tensor in teacher.tensors])
-                has_grads = work.plan is None or work.plan.sizes.any_grad
-                backwards.append(BackwardWork(work, stats if is_scalar else None, tuple(named_stats), has_grads))
+                backward_works.append(work)
                 saved_ends.append(len(saved))
             if stream_count > 1:
                 first_loss, *other_losses = [outputs[0] for outputs in outputs_by_call]
                 outputs = (sum(other_losses, first_loss),)
-        ctx.operands, ctx.buffer, ctx.backwards = len(operands), buffer, backwards
-        if [backward for backward in backwards if backward.has_grads]:
+        ctx.operands, ctx.buffer, ctx.works = len(operands), buffer, backward_works
+        if [work for work in works if work.plan is None or work.plan.sizes.any_grad]:
             # saved for recomputing and for a second backward: autograd checks that inputs have not changed
             ctx.save_for_backward(*saved)
             ctx.saved_ends = saved_ends
@@ -177,47 +157,44 @@ class CallFunction(torch.autograd.Function):
         upstream = tuple([x if x is None else x.resolve_neg() for x in upstream])
         upstream_tensors = [x for x in upstream if x is not None]
         if not upstream_tensors:
-            return (None,) * (3 + ctx.operands)
+            return (None,) * (2 + ctx.operands)
         refuse_batched(upstream_tensors[0])
         if ctx.is_overwritten:
             raise RuntimeError(
                 "a second backward through a loss with inplace=True, whose logits are gone; use inplace=False"
             )
-        backwards, buffer, has_graph = ctx.backwards, ctx.buffer, torch.is_grad_enabled()
+        works, buffer, has_graph = ctx.works, ctx.buffer, torch.is_grad_enabled()
         grads, ctx.grads = ctx.grads, None
         # read in one place: an activation checkpoint raises at a second read of saved tensors
         saved: Sequence[Tensor] = ctx.saved_tensors if grads is None or ctx.reads_saved or has_graph else ()
-        operands, stream_count, gradients_by_stream = saved[: ctx.operands], len(backwards), list[Grads]()
+        operands, stream_count, gradients_by_stream = saved[: ctx.operands], len(works), list[Grads]()
         with torch.no_grad(), kernel_context(upstream_tensors[0].device):
-            ctx.is_overwritten = backwards[0].work.inplace
+            ctx.is_overwritten = works[0].inplace
             if ctx.is_overwritten:
                 # autograd does not see what kernels write; with a new version, other nodes that saved the logits raise
                 torch.autograd.graph.increment_version(saved[0])
             if buffer is not None and grads is None:
-                buffer.begin(backwards[0].work)
-            for i, backward in enumerate(backwards):
-                if not backward.has_grads:
+                buffer.begin(works[0])
+            for i, work in enumerate(works):
+                if work.plan is not None and not work.plan.sizes.any_grad:
                     gradients_by_stream.append((None, None, None))
                     continue
-                backward_arguments = (
-                    (*operands[i : i + 1], *operands[stream_count:]),
-                    saved[slice(*ctx.saved_ends[i : i + 2])],
-                    upstream,
-                )
-                gradients_by_stream.append(backward.run(None if grads is None else grads[i], *backward_arguments))
+                stream_operands, stream_grads = (*operands[i : i + 1], *operands[stream_count:]), grads and grads[i]
+                stream_saved = saved[slice(*ctx.saved_ends[i : i + 2])]
+                gradients_by_stream.append(gradients_of(work, stream_grads, stream_operands, stream_saved, upstream))
                 if buffer is not None and grads is None:
-                    buffer.added(backward.work, None)
+                    buffer.added(work, None)
             gradients = [*gradients_by_stream[0]]
             if stream_count > 1 or buffer is not None:
                 hidden_grads, weight_grads, bias_grads = zip(*gradients_by_stream, strict=True)
                 weight_grad = next((x for x in weight_grads if x is not None), None)
-                weight_grad = weight_grad if buffer is None else buffer.finished(backwards, upstream, grads is None)
+                weight_grad = weight_grad if buffer is None else buffer.finished(works, upstream, grads is None)
                 gradients = [*hidden_grads, weight_grad, summed(bias_grads)]
         if has_graph:
             # with create_graph: constant gradients would silently drop the derivative of a gradient penalty
             graph_inputs = [x for x in (*operands, *upstream_tensors) if x is not None and x.requires_grad]
             gradients = [None if grad is None else OnlyOnce.apply(grad, *graph_inputs) for grad in gradients]
-        return None, None, None, *gradients
+        return None, None, *gradients
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -232,46 +209,40 @@ def refuse_batched(upstream: Tensor) -> None:
         raise RuntimeError(BATCHED_ERROR)
 
 
-@dataclass(eq=False)
-class BackwardWork:
-    """The work of one call's backward: everything that backward reads besides the tensors that autograd saves.
-
-    Autograd saves the operands and a teacher's tensors, so that they are freed after backward. If the call returns
-    statistics, autograd saves these too, since an attribute of this object would keep their graph alive.
-    """
-
-    work: LocalWork  # has empty tensors in place of a teacher's
-    stats: RowStats | None  # None: autograd saves them
-    names: tuple[str, ...]  # names of the statistics that autograd saves
-    has_grads: bool  # some operand takes a gradient
-
-    def run(
-        self, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
-    ) -> Grads:
-        """Returns the gradients of the operands: ``grads`` of the forward pass times ``upstream``; new gradients if
-        ``grads`` is None. After an error, the caller's buffer notes that it may hold a part of a gradient."""
-        work, objective, buffer, loss_upstream = self.work, self.work.objective, self.work.gradient_buffer, upstream[0]
-        try:
-            if buffer is not None:
-                buffer.check_attribute()
-            stats = self.stats or RowStats.from_dict(dict(zip(self.names, saved, strict=False)))
-            if grads is not None and (plan := work.plan) is not None and plan.has_unit_rows:
-                if all(gradient is None for gradient in upstream[1:]):
-                    return grads.finish_rows(work.backend, work.row_factors(stats, upstream), plan.sizes)
-                grads.hidden = None  # of the first output alone: gone before the sum of all is made
-                grads = None
-            if grads is None:
-                return work.with_teacher(saved[len(self.names) :]).late_gradients(operands, stats, upstream)
-            assert isinstance(objective, ScalarObjective) and loss_upstream is not None and work.plan is not None
-            ratio, one_or_nan = objective.upstream_ratio(loss_upstream), objective.one_or_nan
-            if buffer is not None and grads.weight is not None:
-                # the buffer holds the gradient for the expected upstream gradient; for any other it becomes nan
-                one_or_nan = objective.one_or_nan_for(loss_upstream)
-            return grads.finish(work.backend, work.plan.sizes, one_or_nan, ratio)
-        except BaseException:
-            if buffer is not None:
-                buffer.note_failure()
-            raise
+def gradients_of(
+    work: LocalWork, grads: Gradients | None, operands: Sequence[Tensor], saved: Sequence[Tensor], upstream: Grads
+) -> Grads:
+    """Returns the gradients of one call's operands: ``grads`` of the forward pass times ``upstream``; new gradients if
+    ``grads`` is None. ``saved``: the statistics and a teacher's tensors that autograd has saved. After an error, the
+    caller's buffer notes that it may hold a part of a gradient."""
+    objective, buffer, loss_upstream = work.objective, work.gradient_buffer, upstream[0]
+    try:
+        if buffer is not None:
+            buffer.check_attribute()
+        if isinstance(objective, ScalarObjective):
+            stats, teacher_tensors = objective.stats, saved
+        else:
+            names = layout_of(objective.demand).forms
+            stats = RowStats.from_dict(dict(zip(names, saved, strict=False)))
+            teacher_tensors = saved[len(names) :]
+        assert stats is not None
+        if grads is not None and (plan := work.plan) is not None and plan.has_unit_rows:
+            if all(gradient is None for gradient in upstream[1:]):
+                return grads.finish_rows(work.backend, work.row_factors(stats, upstream), plan.sizes)
+            grads.hidden = None  # of the first output alone: gone before the sum of all is made
+            grads = None
+        if grads is None:
+            return work.with_teacher(teacher_tensors).late_gradients(operands, stats, upstream)
+        assert isinstance(objective, ScalarObjective) and loss_upstream is not None and work.plan is not None
+        ratio, one_or_nan = objective.upstream_ratio(loss_upstream), objective.one_or_nan
+        if buffer is not None and grads.weight is not None:
+            # the buffer holds the gradient for the expected upstream gradient; for any other it becomes nan
+            one_or_nan = objective.one_or_nan_for(loss_upstream)
+        return grads.finish(work.backend, work.plan.sizes, one_or_nan, ratio)
+    except BaseException:
+        if buffer is not None:
+            buffer.note_failure()
+        raise
 
 
 def summed(grads: Grads) -> Tensor | None:

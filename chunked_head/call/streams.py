@@ -13,7 +13,7 @@ from ..plan.sizes import Request
 from ..stores.gradients import GradientBuffer, Gradients, sum_dtype
 from .options import Call, Result
 from .planning import grads_asked_for
-from .run import BackwardWork, CallFunction, Finished, Grads, Outcome, on_device, prepared
+from .run import CallFunction, Grads, on_device, prepared
 from .spec import spec_of
 from .sweep import LocalWork
 from .tokens import tokens_of
@@ -44,12 +44,12 @@ class StreamsBuffer(GradientBuffer):
     def result(self) -> None:
         """Returns None in place of a stream's gradient of the weight: ``finished`` returns the sum over all streams."""
 
-    def finished(self, backwards: Sequence[BackwardWork], upstream: Grads, has_late_gradients: bool) -> Tensor:
+    def finished(self, works: Sequence[LocalWork], upstream: Grads, has_late_gradients: bool) -> Tensor:
         """Returns the sums in the weight's dtype; nan if an id of any stream was out of range. The buffer keeps no
         reference to the sums, since a graph may outlive its backward. ``has_late_gradients``: backward made the sums,
         already multiplied by the upstream gradient."""
-        work = backwards[0].work
-        factors: tuple[Tensor, ...] = (torch.stack([b.work.objective.one_or_nan for b in backwards]).prod(),)
+        work = works[0]
+        factors: tuple[Tensor, ...] = (torch.stack([work.objective.one_or_nan for work in works]).prod(),)
         if not has_late_gradients:
             assert isinstance(work.objective, ScalarObjective) and upstream[0] is not None
             factors = work.objective.upstream_ratio(upstream[0]), *factors
@@ -68,14 +68,14 @@ class Streams(Generic[Result]):
         self,
         calls: Sequence[Call[Any]],
         losses: Sequence[Losses],  # of each stream, without the stream's weight as a factor
-        result: Callable[[Tensor, list[Outcome]], Result],
+        result: Callable[[Tensor, list[Any]], Result],  # from the sum of all losses, and each call's result
     ):
         self.calls, self.losses, self.result = calls, losses, result
 
     def run(self) -> Result:
         calls, buffer = with_one_buffer(self.calls)
         specs = [spec_of(call) for call in calls]  # checks of all streams come before any work on tensors
-        first_call, finished = calls[0], list[Finished]()
+        first_call = calls[0]
         with on_device(first_call.device):
             tokens_of_streams = [tokens_of(call, spec) for call, spec in zip(calls, specs, strict=True)]
             prepared_streams = [prepared(tokens) for tokens in tokens_of_streams]
@@ -84,20 +84,19 @@ class Streams(Generic[Result]):
                 # if one stream makes gradients in backward, all do: their sums take one factor
                 works = [work if work.plan.schedule == "loss only" else work.recomputing() for work in works]
             hidden = [operands[0] for _, _, operands in prepared_streams]
-            (total,) = CallFunction.apply(works, buffer, finished, *hidden, first_call.weight, first_call.bias)
-        outcomes = []
-        for (tokens, _, _), work, losses, results in zip(prepared_streams, works, self.losses, finished, strict=True):
-            _, loss_values, _ = results
-            rank_sums = work.objective.inputs.rank_sums
+            (total,) = CallFunction.apply(works, buffer, *hidden, first_call.weight, first_call.bias)
+        results = []
+        for call, work, losses in zip(calls, works, self.losses, strict=True):
+            objective, rank_sums = work.objective, work.objective.inputs.rank_sums
             averaged_ranks = rank_sums.parallel.ranks if rank_sums is not None and rank_sums.parallel.average else 1
             with torch.no_grad():
-                values_and_terms = zip(loss_values, losses.terms, strict=True)
+                values_and_terms = zip(objective.loss_values, losses.terms, strict=True)
                 first_loss, *other_losses = [
                     loss_value * (coefficient * averaged_ranks) for loss_value, (coefficient, _) in values_and_terms
                 ]
                 stream_value = sum(other_losses, first_loss)
-            outcomes.append(Outcome((stream_value,), work.plan, tokens, work.objective, *results))
-        return self.result(total, outcomes)
+            results.append(call.result((stream_value,), call, work))
+        return self.result(total, results)
 
 
 def with_one_buffer(calls: Sequence[Call[Any]]) -> tuple[Sequence[Call[Any]], StreamsBuffer | None]:

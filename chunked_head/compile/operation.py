@@ -80,7 +80,10 @@ def execute(
     call = function(*args, **kwargs)
     calls = (call,) if isinstance(call, Call) else call.calls
     try:
-        return call.result(run(call, spec_of(call))) if isinstance(call, Call) else call.run()
+        if not isinstance(call, Call):
+            return call.run()
+        outputs, work = run(call, spec_of(call))
+        return call.result(outputs, call, work)
     except BaseException:
         for stream_call in calls:
             buffer = vars(stream_call).get("gradient_buffer")  # a cached property: absent until the call reads it

@@ -33,7 +33,6 @@ from ..call.tokens import Tokens, tokens_of
 from ..core.checks import PACKAGE
 from ..core.private import in_own_thread, private
 from ..core.stats import RowStats, layout_of
-from ..metrics import MetricValue
 from ..plan.planner import find_late_plan
 from ..stores.gradients import Gradients
 from .recipes import call_of_recipe
@@ -129,23 +128,20 @@ def returned_values(tokens: Tokens, objective: Objective, stats: RowStats) -> li
     """The first outputs of ``forward``: values per token in the caller's order; or the loss [], and the vector that
     ``pack_results`` returns."""
     packing = tokens.packing
-    outputs, loss_values, metric_totals = objective.results(stats)
+    outputs = objective.results(stats)
     if isinstance(objective, ScalarObjective):
-        metric_values = objective.metric_values(stats, metric_totals)
-        return [*outputs, pack_results(tokens.call, loss_values, metric_values, objective.dtype)]
+        return [*outputs, pack_results(tokens.call, objective)]
     return [*outputs] if packing is None else [packing.unpack(values) for values in outputs]
 
 
-def pack_results(
-    call: Call[Any], loss_values: Sequence[Tensor], metrics: dict[str, MetricValue], dtype: torch.dtype
-) -> Tensor:
+def pack_results(call: Call[Any], objective: ScalarObjective) -> Tensor:
     """Returns one vector: the reduced value of each summand, then for each metric of the call its sums and its count,
-    or its extremum. ``metrics``: values by label."""
-    numbers = [*loss_values]
+    or its extremum."""
+    numbers, metric_values = [*objective.loss_values], objective.metric_values()
     for metric in call.metrics:
-        value = metrics[metric.label]
+        value = metric_values[metric.label]
         numbers += [number for number in (value.sum, value.count, value.extremum) if number is not None]
-    return torch.cat([number.detach().reshape(-1).to(dtype) for number in numbers])
+    return torch.cat([number.detach().reshape(-1).to(objective.dtype) for number in numbers])
 
 
 def counts_and_rows(

@@ -1,7 +1,7 @@
 """Cross-entropy of a linear head or of logits, and the modules ``ChunkedHead`` and ``CrossEntropyLoss``."""
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -18,7 +18,6 @@ from ..call.options import (
     check_options,
     logits_call_of,
 )
-from ..call.run import Outcome
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..core import checks
 from ..core.checks import flag, nearest
@@ -150,9 +149,9 @@ def with_class_weights(
 LOSS_CACHE: Cache[Hashable, Losses] = Cache(64)
 
 
-def first_output(outcome: Outcome) -> Tensor:
+def first_output(outputs: Sequence[Tensor], *_: Any) -> Tensor:
     """The only output of a call that has run: the loss, 0-d, or the losses of tokens."""
-    return outcome.outputs[0]
+    return outputs[0]
 
 
 def in_graph_cross_entropy(outputs: list[Tensor], arguments: dict[str, Any]) -> Tensor:

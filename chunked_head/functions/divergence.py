@@ -93,7 +93,7 @@ def linear_divergence(
         "linear_divergence", hidden, weight, target, options, temperature=temperature, losses=loss,
         batch={name: value for name, value in fields.items() if value is not None},
         outputs=("divergence", "entropy") if flag("entropy", entropy) else ("divergence",),
-        result=lambda outcome: result_of(outcome.outputs),
+        result=lambda outputs, *_: result_of(outputs),
     )  # fmt: skip
 
 

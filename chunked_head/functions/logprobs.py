@@ -195,7 +195,7 @@ def outputs_and_batch(
     names = output_names(result_flags, top_k)
     fields = {"mask": mask, "kept_ids": kept_ids, "kept_offsets": kept_offsets}
     batch = {name: value for name, value in fields.items() if value is not None}
-    return {"outputs": names, "batch": batch, "result": lambda outcome: result_of(outcome.outputs, names)}
+    return {"outputs": names, "batch": batch, "result": lambda outputs, *_: result_of(outputs, names)}
 
 
 def output_names(result_flags: Sequence[bool], top_k: int | None = None) -> tuple[str, ...]:

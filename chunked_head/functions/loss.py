@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..arithmetic.objective import ScalarObjective
 from ..call.options import Call, HeadOptions, LogitsOptions, call_of, logits_call_of
-from ..call.run import Outcome
 from ..call.streams import Streams
+from ..call.sweep import LocalWork
 from ..compile.operation import IN_GRAPH, in_graph_values, operation
 from ..compile.recipes import TASKS
 from ..core.checks import name as name_of
@@ -215,17 +215,17 @@ def in_graph_loss(outputs: list[Tensor], arguments: dict[str, Any]) -> LossOutpu
 IN_GRAPH["linear_loss"] = in_graph_loss
 
 
-def loss_output(outcome: Outcome) -> LossOutput:
-    """The result of ``linear_loss`` or ``logits_loss`` from the ``Outcome`` of its call."""
-    loss_value, objective, call = outcome.outputs[0], outcome.objective, outcome.tokens.call
+def loss_output(outputs: Sequence[Tensor], call: Call[LossOutput], work: LocalWork) -> LossOutput:
+    """The result of ``linear_loss`` or ``logits_loss`` from the outputs of its call, and the work that has run."""
+    (loss_value,), objective = outputs, work.objective
     if not isinstance(objective, ScalarObjective):
-        return LossOutput(loss_value, {}, {}, outcome.plan)
+        return LossOutput(loss_value, {}, {}, work.plan)
     loss_labels = [summand.label for _, summand in call.losses.terms]
     with torch.no_grad():
-        metric_values = objective.metric_values(outcome.stats, outcome.metric_totals)
+        metric_values = objective.metric_values()
     metrics_in_order = {metric.label: metric_values[metric.label] for metric in call.metrics}
-    reduced_losses = dict(zip(loss_labels, outcome.loss_values, strict=True))
-    return LossOutput(loss_value, reduced_losses, metrics_in_order, outcome.plan)
+    reduced_losses = dict(zip(loss_labels, objective.loss_values, strict=True))
+    return LossOutput(loss_value, reduced_losses, metrics_in_order, work.plan)
 
 
 @operation
@@ -346,9 +346,8 @@ def streams_of(
         stream_loss = stream_losses[i].times(stream_factors[i])
         calls.append(make_call(stream_hidden, weight, stream_targets[i], stream_loss, **arguments | stream_arguments))
 
-    def streams_output(loss_sum: Tensor, outcomes: list[Outcome]) -> Any:
-        outputs = [call.result(outcome) for call, outcome in zip(calls, outcomes, strict=True)]
-        return LossOutput(loss_sum, {}, {}, None, tuple(outputs))
+    def streams_output(loss_sum: Tensor, stream_outputs: list[LossOutput]) -> LossOutput:
+        return LossOutput(loss_sum, {}, {}, None, tuple(stream_outputs))
 
     return Streams(calls, stream_losses, streams_output)
 

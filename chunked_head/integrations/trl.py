@@ -213,10 +213,11 @@ def loss_and_statistics(
         "linear_loss", hidden, weight, targets, options, temperature=temperature, losses=loss, metrics=metric_functions,
         batch=batch, reduction="sum", result=tuple,
     )  # fmt: skip
-    outcome = run_call(call, spec_of(call))
+    (loss_sum,), work = run_call(call, spec_of(call))
+    objective: Any = work.objective
     with on_device(call.device), torch.no_grad():
-        slopes = -outcome.objective.coefficients_at_once(outcome.stats)["beta"]
-        return outcome.outputs[0], slopes, outcome.stats.by_name
+        slopes = -objective.coefficients_at_once(objective.stats)["beta"]
+        return loss_sum, slopes, objective.stats.by_name
 
 
 def run_inner_graph(

@@ -97,7 +97,7 @@ BROAD = {
     ("losses.sums", "number_of_parameters"): "says that a function has no signature",
     ("losses.sums", "trace"): "says why a user's function cannot be traced",
     ("losses.user_checks", "has_rank_independent_values"): "runs a user's function on tokens that it may refuse",
-    ("call.run", "run"): "notes what lies in the caller's buffer, and raises it on",
+    ("call.run", "gradients_of"): "notes what lies in the caller's buffer, and raises it on",
     ("compile.operation", "execute"): "notes what lies in the caller's buffer, and raises it on",
     ("integrations.cut_cross_entropy", "translated"): "names the option as the other library does",
     ("integrations.huggingface.layout", "layout_by_trial"): "says what a head's own forward raises, and is left",
