@@ -20,7 +20,7 @@ from ..plan.segments import Spans
 from ..plan.sizes import DEFAULT_REQUEST, Request
 from ..stores import Backend
 from ..stores.gradients import GradientBuffer, Gradients
-from ..stores.operands import CallRows, Head, Rows
+from ..stores.operands import Head, Rows
 from ..stores.quantised import QuantisedWeight
 from ..stores.sets import SetStore, WithSets
 from ..stores.store import LogitsStore, MatmulStore, Store
@@ -237,7 +237,7 @@ class HeadWork(LocalWork):
         store_class: type[MatmulStore] = plan.sizes.store
         if is_recompute:  # of tiles whose statistics are known
             store_class = backend.grad_store if plan.sizes.grads_in_matmul else LogitsStore
-        store: Store = store_class(backend, head, plan, CallRows(hidden, targets, order), is_recompute)
+        store: Store = store_class(backend, head, plan, (hidden, targets, order), is_recompute)
         spans: Any = self.spans
         if is_recompute or spans is None:
             spans = [(slice(start, min(start + most_rows, tokens)),) for start in range(0, tokens, most_rows)]

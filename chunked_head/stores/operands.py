@@ -92,12 +92,10 @@ class TeacherHead:
         return replace(self, **fields)
 
 
-class CallRows(NamedTuple):
-    """What stores read of all rows of a call on hidden states, not only of a chunk's rows."""
-
-    hidden: Tensor  # [tokens, hidden] the caller's hidden states, in the caller's order
-    targets: Tensor  # [rows] int64 in the order in which rows run, -1 where a row does not count
-    order: Tensor | None  # [rows] int64: each row's index in ``hidden``; None: row i has index i
+# What stores read of all rows of a call on hidden states, not only of a chunk's rows: the caller's hidden states
+# [tokens, hidden], in the caller's order; targets [rows] int64 in the order in which rows run, -1 where a row does not
+# count; each row's index in the hidden states, [rows] int64, None where row i has index i
+CallRows = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Rows(NamedTuple):

@@ -190,7 +190,8 @@ class MatmulStore(Store):
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
         """``backend``: a ``Backend``. ``all_rows``: all rows of the call."""
-        self.backend, self.head, self.plan, self.all_rows, self.tiled = backend, head, plan, all_rows, tiled
+        self.backend, self.head, self.plan, self.tiled = backend, head, plan, tiled
+        self.call_hidden, self.call_targets, self.call_order = all_rows
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab
         self.tie_tolerance, self.softmaxes = TIE_TOLERANCE if self.sizes.half else None, self.sizes.layout.softmaxes
         # numbers of rows and columns of the logits that are in memory at a time

@@ -62,8 +62,8 @@ class FastStore(RelativeStore):
         tokens, exponentials = rows.tokens, self.stored.logits
         assert self.level is not None
         row_factors, sorted_targets, occurrences = self.factors[:, tokens.start :], None, None
-        # hidden states gathered from all ranks, which are in memory for this chunk only; None: ``all_rows`` has them
-        chunk_hidden = rows.source if rows.order is not None and self.all_rows.order is None else None
+        # hidden states gathered from all ranks, which are in memory for this chunk only; None: ``call_hidden`` has them
+        chunk_hidden = rows.source if rows.order is not None and self.call_order is None else None
         if grads.weight is not None and self.rounded is None:
             sorted_targets = self.sorted_call_targets if chunk_hidden is None else self.sorted_targets(rows.target)
             occurrences = sorted_targets.occurrences
@@ -108,9 +108,9 @@ class FastStore(RelativeStore):
         super().finish(grads)
         if self.rounded is not None:
             if grads.weight is not None:
-                self.rounded.add_sparse(grads.weight, self.all_rows.hidden, self.all_rows.order)
+                self.rounded.add_sparse(grads.weight, self.call_hidden, self.call_order)
         elif grads.weight is not None and not self.adds_by_chunk:
-            self.add_target_rows(self.all_rows.hidden, self.sorted_call_targets, 0, grads.weight, self.all_rows.order)
+            self.add_target_rows(self.call_hidden, self.sorted_call_targets, 0, grads.weight, self.call_order)
 
     def add_target_rows(
         self, hidden: Tensor, targets: products.SortedColumns, first_row: int, dweight: Tensor, order: Tensor | None

@@ -188,7 +188,7 @@ class RelativeStore(HalfStore):
     @functools.cached_property
     def sorted_call_targets(self) -> products.SortedColumns:
         """The sorted targets of all tokens of the call."""
-        return self.sorted_targets(self.all_rows.targets)
+        return self.sorted_targets(self.call_targets)
 
     def sorted_targets(self, target: Tensor) -> products.SortedColumns:
         """Sorts targets [rows] by their column, with -1 for a column of another rank."""
