@@ -295,8 +295,8 @@ class HeadWork(LocalWork):
     def recompute(
         self, operands: Sequence[Any], stats: RowStats, coefficients: Coefficients
     ) -> tuple[Tensor | None, ...]:
-        """Computes the logits again. Returns the gradients of hidden states, weight and bias. ``coefficients``: of all
-        tokens."""
+        """Computes the logits again. Returns the gradients of hidden states, weight and bias. ``operands``: hidden
+        states, weight and bias. ``stats`` and ``coefficients``: vectors of all tokens."""
         hidden, weight, bias = operands[:3]
         packing, one_or_nan = self.packing, self.objective.one_or_nan
         _, grads = self.sweep(hidden, self.head(weight, bias), (stats, coefficients))

@@ -168,7 +168,8 @@ def newest(major: int, minor: int) -> Gpu | None:
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """The number of a device's multiprocessors; without a GPU, of the row ``gpu_of(device)``; without a row, 0."""
+    """The number of multiprocessors of a device. If this machine has no GPU: the number in the row of GPUS that
+    ``gpu_of(device)`` returns, or 0 if it returns None."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).multi_processor_count
     gpu = gpu_of(device)

@@ -33,8 +33,8 @@ class ColumnSets:
 
     @classmethod
     def columns_of(cls, columns: torch.Tensor) -> "ColumnSets":
-        """Returns a set of K entries for each row, from ``columns`` [rows, K]. The call reads the logits of these
-        columns only."""
+        """Returns the sets of a call that reads the logits of K columns of each row: the set of row i is
+        ``columns[i]``, of ``columns`` [rows, K]."""
         row_count, set_size = columns.shape
         begins = torch.arange(0, row_count * set_size, set_size, device=columns.device)
         rows = torch.arange(row_count, device=columns.device).repeat_interleave(set_size, output_size=columns.numel())
@@ -127,7 +127,7 @@ class SoftmaxVectors(NamedTuple, Generic[Vector]):
     the vectors' indices in a rank's message. None for a vector that is not needed."""
 
     lse: Vector | None  # lse_base - neg_log_sum
-    lse_base: Vector
+    lse_base: Vector  # the largest logit, or a number near it, which log-probabilities subtract first
     neg_log_sum: Vector
     logprob: Vector | None = None
     target_logit: Vector | None = None
@@ -204,11 +204,11 @@ class SumFunction:
 
 
 class VocabularySum(NamedTuple):
-    """A sum over the vocabulary that a loss or metric reads. Elements of ``Demand.sums`` also have the sum's view."""
+    """A sum over the vocabulary that a loss or metric reads."""
 
     function: SumFunction
     numbers: tuple[float, ...] = ()  # arguments of the function
-    view: int = 0  # index of the softmax in ``Demand.views``
+    view: int = 0  # index of the sum's softmax in ``Demand.views``; set in ``Demand.sums`` only
     is_differentiated: bool = False  # a gradient of the call has a term of the sum
 
     @property

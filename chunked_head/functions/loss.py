@@ -27,7 +27,7 @@ class LossOutput:
     """Results of ``linear_loss`` and ``logits_loss``.
 
     ``loss``: 0-d, or of target's shape with ``reduction="none"``; differentiable. ``parts``: each summand's reduced
-    value by name, 0-d and detached, without its coefficient. ``metrics``: a ``MetricValue`` on the device by name.
+    value by name, 0-d and detached, without its coefficient. ``metrics``: by name a ``MetricValue`` on the device.
     ``parts`` and ``metrics`` are empty with ``reduction="none"``. With ``TokenParallel`` loss and parts are this rank's
     shares, and metrics are of the whole batch. ``plan``: the plan of the call; None for ``logits_loss``, and inside of
     ``torch.compile``, where a graph may run at other lengths. ``streams``: for a call on several streams, a

@@ -103,11 +103,10 @@ def entries_of(entry: Any) -> list[tuple[float, int]]:
     """Pairs (log-probability, id) of a token's entry in vLLM's or SGLang's format; [] for None."""
     if not isinstance(entry, Mapping):
         return [(float(logprob), int(token_id)) for logprob, token_id, *_ in entry or ()]
-    records_with_ids = [
-        (token_record if isinstance(token_record, Mapping) else vars(token_record), token_id)
-        for token_id, token_record in entry.items()
-    ]
-    return [(float(token_record["logprob"]), int(token_id)) for token_record, token_id in records_with_ids]
+    fields_by_id = {
+        int(token_id): fields if isinstance(fields, Mapping) else vars(fields) for token_id, fields in entry.items()
+    }
+    return [(float(fields["logprob"]), token_id) for token_id, fields in fields_by_id.items()]
 
 
 def dump_prompt_logprobs(ids: Tensor, results: Any, engine: str = "vllm") -> Any:

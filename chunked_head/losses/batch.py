@@ -167,7 +167,8 @@ class Batch(Mapping[str, Tensor]):
         return self.segment_sum(values, name) / self.segment_count(name).clamp(min=1.0).to(values.dtype)
 
     def per_token(self, values: Tensor, name: str = "segments") -> Tensor:
-        """Values [n]: for each token, ``values`` [num_segments] at the token's segment id; 0 for segment -1."""
+        """Values [n]: for each token, ``values`` [num_segments] at the token's segment id; 0 for segment -1. ``name``:
+        the field with the ids."""
         segment_ids = self[name]
         return torch.where(segment_ids >= 0, values[segment_ids.clamp(min=0)], 0.0)
 

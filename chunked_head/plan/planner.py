@@ -130,8 +130,8 @@ def plan_of_rank(sizes: Sizes, request: Request, most_columns: int) -> Plan | st
 
 
 def divisible_rows(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
-    """``rows`` rounded to a multiple of ``ranks``: down, or up where rounding down would make more than ``most_chunks``
-    chunks of ``tokens`` tokens (0: no limit) or chunks without rows."""
+    """``rows``, the number of a chunk's rows, rounded to a multiple of ``ranks``: down; or up if rounding down gives 0,
+    or divides ``tokens`` tokens into more than ``most_chunks`` chunks. ``most_chunks=0``: no limit."""
     rows_below = rows // ranks * ranks
     if rows_below and not (-(-tokens // rows) <= most_chunks < -(-tokens // rows_below)):
         return rows_below
@@ -263,11 +263,11 @@ def candidates(sizes: Sizes, request: Request) -> Iterator[Candidate]:
         if may_sum_half:
             yield from forward_candidates(sizes, request, weight_dtype, -(-tokens // MAX_HALF_CHUNKS))
         if may_sum_fp32:
-            growth_bytes = 0 if request.explicit else 4 * sizes.weight_elements
+            accumulator_bytes = 0 if request.explicit else 4 * sizes.weight_elements
             # the caller's chunk overrides the default budget
             fp32_request = replace(request, accumulate_dtype=torch.float32)
             least_rows = 1 if chunk_tokens else CHUNK_MULTIPLE
-            yield from forward_candidates(sizes, fp32_request, torch.float32, least_rows, growth_bytes)
+            yield from forward_candidates(sizes, fp32_request, torch.float32, least_rows, accumulator_bytes)
         if accumulate_dtype != weight_dtype and chunk_tokens is None and not sizes.deterministic:
             yield from recompute_candidates(sizes, request, "no accumulator of the weight fits")
 
@@ -277,11 +277,11 @@ def forward_candidates(
     request: Request,
     weight_sum_dtype: torch.dtype,
     least_rows: int = 1,
-    growth_bytes: int = 0,
+    accumulator_bytes: int = 0,
     **plan_fields: Any,
 ) -> Iterator[Candidate]:
-    """Candidates that make gradients in the forward pass. ``growth_bytes``: bytes that are added to the budget of their
-    plans. ``plan_fields``: further fields of their plans."""
+    """Candidates that make gradients in the forward pass. ``accumulator_bytes``: bytes that are added to the
+    budget of their plans, for an accumulator of the weight. ``plan_fields``: further fields of their plans."""
     is_half_weight = sizes.returns_weight_grad and sizes.weight_dtype.itemsize < 4 and not sizes.waits_for_all
     accumulate_dtype, fits_budget = request.accumulate_dtype, request.explicit
     if request.chunk_tokens is None:
@@ -295,7 +295,7 @@ def forward_candidates(
     if sizes.dtype == torch.float16 and wide_dtype not in hidden_sum_dtypes:
         # unscaled fp16 gradients need fp32's range
         hidden_sum_dtypes = [wide_dtype] if sizes.deterministic else [wide_dtype, hidden_dtype]
-    budget = request.budget + growth_bytes
+    budget = request.budget + accumulator_bytes
     for hidden_sum_dtype in hidden_sum_dtypes:
         plan = of_one_row(sizes, "forward", budget, hidden_sum_dtype, weight_sum_dtype, **plan_fields)
         yield fitted(plan, least_rows, request, fits_budget)

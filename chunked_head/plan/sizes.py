@@ -169,7 +169,8 @@ class Sizes:
         return layout_of(self.demand)
 
     def sums_into(self, dtype: torch.dtype) -> bool:
-        """True where the matmul can store a product in ``dtype``: the operands' dtype, or at least 32 bits."""
+        """True if a matmul of the operands can store its result in ``dtype``, which is the case for the operands' dtype
+        and for dtypes of at least 32 bits."""
         return dtype == self.dtype or dtype.itemsize >= 4
 
     @functools.cached_property

@@ -189,7 +189,8 @@ class MatmulStore(Store):
         yield Buffer("logits of a tile", (rows, columns), sizes.wide, LOOP, LOOP)
 
     def __init__(self, backend: Any, head: Head, plan: Plan, all_rows: CallRows, tiled: bool):
-        """``backend``: a ``Backend``. ``all_rows``: all rows of the call."""
+        """``backend``: a ``Backend``. ``all_rows``: hidden states, targets and order of the call's rows. ``tiled``:
+        logits are made in tiles [block_tokens, tile_columns] of the plan, not in chunks of rows."""
         self.backend, self.head, self.plan, self.tiled = backend, head, plan, tiled
         self.call_hidden, self.call_targets, self.call_order = all_rows
         self.sizes, self.demand, self.vocab = plan.sizes, plan.sizes.demand, plan.sizes.vocab

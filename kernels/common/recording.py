@@ -210,7 +210,7 @@ class Recorder:
 
     def end(self, results: Sequence[torch.Tensor], num_sharing: int = 0) -> "Recording | None":
         """Returns the recording; None if the sweep cannot be recorded. A replay returns new tensors in place of
-        ``results``; the first ``num_sharing`` of them may be views of one tensor."""
+        ``results``. The first ``num_sharing`` new tensors may be views of one tensor."""
         places = [self.place_of(result) for result in results]
         are_complete_slots = all(
             self.tensors[place.slot].shape == result.shape

@@ -128,7 +128,8 @@ class SortedColumns(NamedTuple):
 
 
 def sort_columns(columns: torch.Tensor, counts_occurrences: bool = False) -> SortedColumns:
-    """Sorts ``columns`` [entries] int32 or int64. ``counts_occurrences``: also counts equal columns."""
+    """Sorts ``columns`` [entries] int32 or int64, indices of columns. ``counts_occurrences``: the result also has for
+    each entry the number of entries with the same column."""
     entries = columns.shape[0]
     if entries > MAX_COMPARED:
         columns = columns.to(torch.int32)  # half as many passes as for int64

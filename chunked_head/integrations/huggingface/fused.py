@@ -335,7 +335,7 @@ def reduction_method(
 
 
 def sum_of_logprobs(operand: StatisticsOperand, statistics_for: StatisticsFunction) -> Tensor:
-    """Each row's sum of log-probabilities over the vocabulary [...], times the operand's factor."""
+    """For each row the sum of all ids' log-probabilities, times the operand's factor, [...]."""
     statistics = statistics_for(operand, None)
     assert operand.factor is not None
     return (statistics.mean_logit - statistics.lse) * (operand.factor * operand.logits.vocab)

@@ -1,4 +1,5 @@
-"""``HeadCall``: a head's call, which computes logits later. ``RunningForward``: a patched model's forward that runs."""
+"""``HeadCall``: one call of a head, kept so that its logits can be computed later. ``RunningForward``: the forward of a
+patched model while it runs."""
 
 import contextlib
 import functools
@@ -109,7 +110,8 @@ def is_plain_parameter(parameter: Any) -> bool:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Registers ``count_writes`` for the steps of all optimizers, since a fused step does not count its writes."""
+    """Registers ``count_writes`` as a hook of all optimizers' steps. A fused step changes parameters and not
+    their versions."""
     register_optimizer_step_post_hook(count_writes)
 
 

@@ -321,8 +321,8 @@ def with_computed(value: Any, purpose: str) -> Any:
 
 
 def count_computation(logits: LazyLogits, purpose: str) -> None:
-    """Counts logits that will be computed for ``purpose``. RuntimeError under the option ``strict``, and in the forward
-    of a torch.autograd.Function."""
+    """Notes in the model's patch that ``logits`` will be computed for ``purpose``, unless they have been computed.
+    Raises RuntimeError if the patch has the option ``strict``, and where ``is_passed_through`` raises."""
     is_passed_through(logits)  # raises
     if logits._computed is None:
         logits._virtual.head_call.patch.count_logits(purpose)

@@ -137,7 +137,7 @@ class ModelPatch:
 
     @property
     def loss_argument(self) -> str:
-        """``"loss="`` or ``"metrics="``, the argument that ``patch_model`` got, for texts of errors; "" without both.
+        """``"loss="`` or ``"metrics="``, the argument that ``patch_model`` got, for texts of errors; "" for neither.
         Neither argument has an effect on a loss that is made outside of the model's forward."""
         return "loss=" if self.loss is not None else "metrics=" if self.metrics else ""
 

@@ -179,11 +179,11 @@ class Patched:
             patch.report_instance_forward(forward_in_words)
         return output
 
-    def has_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> bool:
-        """True if an argument of one of ``names``, by keyword or by position, is not None."""
-        for name in names:
-            position = self.argument_positions.get(name, -1)
-            if kwargs.get(name) is not None or (0 <= position < len(args) and args[position] is not None):
+    def has_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any], *argument_names: str) -> bool:
+        """True if one of the arguments ``argument_names``, by keyword or by position, is not None."""
+        for argument_name in argument_names:
+            position = self.argument_positions.get(argument_name, -1)
+            if kwargs.get(argument_name) is not None or (0 <= position < len(args) and args[position] is not None):
                 return True
         return False
 
