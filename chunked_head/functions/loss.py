@@ -224,7 +224,8 @@ def loss_output(outputs: Sequence[Tensor], call: Call[LossOutput], work: LocalWo
     with torch.no_grad():
         metric_values = objective.metric_values()
     metrics_in_order = {metric.label: metric_values[metric.label] for metric in call.metrics}
-    reduced_losses = dict(zip(loss_labels, objective.loss_values, strict=True))
+    # tensors of their own: backward keeps the objective, and a caller may add the loss to a part in place
+    reduced_losses = dict(zip(loss_labels, [value.detach() for value in objective.loss_values], strict=True))
     return LossOutput(loss_value, reduced_losses, metrics_in_order, work.plan)
 
 

@@ -1,5 +1,7 @@
 """What people read: results, losses and metrics as text and numbers, arguments that are fields too, others' names."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -60,6 +62,22 @@ def test_results_in_a_screen() -> None:
     streams = linear_loss([HIDDEN, HIDDEN], WEIGHT, TARGET, mix, shift=[0, 1])
     assert f"streams[1].loss={streams.streams[1].loss.item():.6g}" in str(streams)
     assert len(repr(plan(16384, 4096, 128256, torch.bfloat16, device="sm_90"))) < 160
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_part_that_takes_the_loss_frees_the_graph(reduction: str) -> None:
+    """Backward holds no tensor of ``parts``: the graph of a part that a caller writes to ends with the part."""
+    weight = WEIGHT.clone().requires_grad_()
+    watched = weakref.ref(weight)
+    mix = losses.cross_entropy(reduction=reduction) + 1e-4 * losses.z_loss()
+    out = linear_loss(HIDDEN, weight, TARGET, mix)
+    part = out.parts["cross_entropy"]
+    part += 0.1 * out.loss
+    part.backward()
+    assert weight.grad is not None
+    del part, out, weight
+    gc.collect()
+    assert watched() is None
 
 
 def test_numbers() -> None:
