@@ -47,7 +47,8 @@ def product_of(value: Tensor, *factors: float | Tensor) -> Tensor:
 
 @dataclass(eq=False, kw_only=True)
 class Objective:
-    """Computes a call's results from statistics, and the coefficients of its gradient from upstream gradients."""
+    """Computes a call's results and its gradient's coefficients, from statistics. Coefficients also take upstream
+    gradients."""
 
     demand: Demand
     structure: Structure

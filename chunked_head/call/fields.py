@@ -59,9 +59,9 @@ def fields_named_by(measure: Summand | Metric) -> dict[str, Field]:
 
 
 def fields_to_read(call: Call[Any]) -> tuple[list[str], dict[str, Field]]:
-    """Returns the names of the fields that losses and metrics read, and a ``Field`` for each known name. ValueError for
-    a missing or unknown field. A user's function reads all fields of the batch, except for the tensors of a dense
-    teacher and, without ``num_segments``, fields of segments. The excepted fields it reads if it declares them."""
+    """Returns the names of the fields that losses and metrics read, and the ``Field`` of each name that the library, a
+    loss or a metric defines. ValueError for a missing or unknown field. A user's function reads the fields that it
+    declares, and all others of the batch but a dense teacher's and, without ``num_segments``, those of segments."""
     batch, summands = call.batch or {}, [summand for _, summand in call.losses.terms]
     roles_and_measures = [("loss", s) for s in summands] + [("metric", m) for m in call.metrics]
     field_kinds = kinds_of(measure for _, measure in roles_and_measures)

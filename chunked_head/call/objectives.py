@@ -225,8 +225,8 @@ def with_global_counts(tokens: Tokens, parallel: TokenParallel) -> Tokens:
 
 
 def local_total(summand: Summand, tokens: Tokens) -> Tensor:
-    """[] this rank's part of the loss's default denominator, in the statistics' dtype: a sum over the rank's tokens of
-    ``denominator_terms_of``."""
+    """[] this rank's part of the default denominator of ``summand``, in the statistics' dtype: the sum of
+    ``denominator_terms_of`` over the rank's tokens."""
     assert summand.denominator_terms_of is not None
     batch, dtype = tokens.batch, tokens.one_or_nan.dtype
     return torch.where(batch.mask, summand.denominator_terms_of(batch, **summand.tensors).to(dtype), 0.0).sum()

@@ -53,7 +53,7 @@ class Packing:
         return cls(order[: int(count)], None, len(targets)) if wait else cls(order, count, len(targets))
 
     def pack(self, values: Tensor) -> Tensor:
-        """Gathers ``values`` [tokens, ...] by ``order``: returns [packed, ...]."""
+        """Returns ``values[order]``, [packed, ...], of ``values`` [tokens, ...]."""
         return values.index_select(0, self.order)
 
     def places(self, rows: Tensor) -> Tensor:

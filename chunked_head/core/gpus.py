@@ -147,7 +147,7 @@ if ARCHITECTURE_OVERRIDE is not None and ARCHITECTURE_OVERRIDE not in GPUS:
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The ``Gpu`` of a device's architecture; None if our matmuls do not run on the device."""
+    """The ``Gpu`` of a device's architecture; None if the Triton matmuls do not run on the device."""
     if ARCHITECTURE_OVERRIDE is not None:
         return run_as(ARCHITECTURE_OVERRIDE)
     if INTERPRETED or (device.type == "cuda" and not torch.cuda.is_available()):

@@ -33,8 +33,8 @@ class ColumnSets:
 
     @classmethod
     def columns_of(cls, columns: torch.Tensor) -> "ColumnSets":
-        """Returns the sets of a call that reads the logits of K columns of each row: the set of row i is
-        ``columns[i]``, of ``columns`` [rows, K]."""
+        """Returns sets of K columns each, from ``columns`` [rows, K]: row i has the set ``columns[i]``, and the call
+        reads no other logits."""
         row_count, set_size = columns.shape
         begins = torch.arange(0, row_count * set_size, set_size, device=columns.device)
         rows = torch.arange(row_count, device=columns.device).repeat_interleave(set_size, output_size=columns.numel())
@@ -148,7 +148,7 @@ class Softmax(NamedTuple):
     """A softmax p of logits x, ``log p = (ratio x - lse_base) + neg_log_sum``, and the coefficients of its term ``p
     (alpha + eta log p)`` in a gradient. Vectors are [rows] fp32."""
 
-    lse_base: torch.Tensor
+    lse_base: torch.Tensor  # near the largest logit; is subtracted first
     neg_log_sum: torch.Tensor
     alpha: torch.Tensor | None = None  # None for no term
     eta: torch.Tensor | None = None  # None for a term without log p
@@ -161,7 +161,7 @@ TeacherSoftmax = tuple[Stored, Softmax]
 
 
 class Terms(NamedTuple):
-    """The vectors [rows] that a gradient of logits reads, besides those of a teacher and of sums over the
+    """The vectors [rows] from which a gradient of logits is made, without those of a teacher and of sums over the
     vocabulary."""
 
     target: torch.Tensor  # [rows] int64: the target's column in this rank's vocabulary, -1 where a row does not count

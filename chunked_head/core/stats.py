@@ -149,8 +149,8 @@ def softmaxes_of(demand: Demand) -> tuple[SoftmaxVectors[str], ...]:
 
 
 def names_of_sums(demand: Demand) -> list[str]:
-    """The names of the vectors of ``Demand.sums``: ``sum<i>`` and, for sums of slopes, ``sum<i>_total``. Ranks that
-    share the vocabulary add up their vectors."""
+    """The names of the vectors of ``Demand.sums``: ``sum<i>`` for each sum, and ``sum<i>_total`` if the sum of its
+    slopes is needed. Ranks that share the vocabulary add up their vectors."""
     sums = enumerate(demand.sums)
     return [name for i, s in sums for name in (f"sum{i}", f"sum{i}_total")[: 1 + s.has_total]]
 

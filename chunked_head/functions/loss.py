@@ -31,8 +31,8 @@ class LossOutput:
     ``parts`` and ``metrics`` are empty with ``reduction="none"``. With ``TokenParallel`` loss and parts are this rank's
     shares, and metrics are of the whole batch. ``plan``: the plan of the call; None for ``logits_loss``, and inside of
     ``torch.compile``, where a graph may run at other lengths. ``streams``: for a call on several streams, a
-    ``LossOutput`` of each stream. A stream's loss is detached and not multiplied by the stream's weight. Such a call
-    has ``parts``, ``metrics`` and ``plan`` in ``streams`` only.
+    ``LossOutput`` of each stream, which alone has ``parts``, ``metrics`` and ``plan``. A stream's loss is detached and
+    not multiplied by the stream's weight.
     """
 
     loss: Tensor

@@ -28,7 +28,7 @@ Scope = Literal["token", "segment"]
 class Field(NamedTuple):
     """Kind and type of a field of ``batch``, a call's tensors by name.
 
-    Kinds: ``token``: indexed like the target, also under ``shift``. ``row``: indexed like the hidden states.
+    Kinds: ``token``: entry i belongs to target i, also under ``shift``. ``row``: entry i belongs to hidden state i.
     ``segment``: ``[num_segments, ...]``. ``pair``: ``[pairs, ...]``. ``constant``: of any shape, for all tokens.
     ``kept``: sets of ids to which tokens' softmaxes are restricted; losses do not read these fields.
     """

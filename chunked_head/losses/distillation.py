@@ -287,7 +287,7 @@ def check_teacher(argument: str, teacher_logprobs: Tensor, is_counted: Tensor, i
 
 
 def topk_divergence(
-    student: Tensor,  # [..., K]: log-probabilities; for "topk" plus any constant per token
+    student: Tensor,  # [..., K]: log-probabilities; with normalize="topk" up to a constant per token
     teacher: Tensor,  # [..., K]: log-probabilities
     is_counted: Tensor,  # [..., K] bool: true where an entry counts; entries that count have different ids
     divergence: str,  # "forward", "reverse", "jsd" or "tvd"

@@ -347,7 +347,8 @@ def check_over_ranks(
 
 
 def has_rank_independent_values(measure: Measure, sample: MadeUpTokens, field_names: frozenset[str]) -> bool:
-    """True if two ranks, which add up their sums over segments, compute the same values as one rank with all tokens."""
+    """True if the function of ``measure`` has the same values on two ranks as on one rank with all tokens. The two
+    ranks add up their sums over segments."""
 
     def values_of(piece: slice, global_sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         fields, rank_sums = sample.fields_of(piece), RankLocalSums(global_sums)

@@ -2,8 +2,9 @@
 
 A loss is ``sum(m w l) / D`` over tokens: l is a token's value, and m is 1 if the token counts, else 0. The functions
 return the options ``normalizer`` D and, unless all w are 1, ``token_weights`` w in the target's shape. Each docstring
-begins with ``m w / D``. Pass counts that are summed over all micro-batches and ranks of a step (one all-reduce): then
-their losses add up to the loss of the step. The host never waits for the device. ``wpo`` returns weights of pairs.
+begins with ``m w / D``. Counts are to be sums over all micro-batches and ranks of a step (one all-reduce): then the
+micro-batches' losses add up to the loss of the step. The host never waits for the device. ``wpo`` returns weights of
+pairs.
 """
 
 from typing import Any

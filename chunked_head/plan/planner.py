@@ -130,8 +130,8 @@ def plan_of_rank(sizes: Sizes, request: Request, most_columns: int) -> Plan | st
 
 
 def divisible_rows(rows: int, ranks: int, tokens: int, most_chunks: int) -> int:
-    """``rows``, the number of a chunk's rows, rounded to a multiple of ``ranks``: down; or up if rounding down gives 0,
-    or divides ``tokens`` tokens into more than ``most_chunks`` chunks. ``most_chunks=0``: no limit."""
+    """Rounds ``rows``, the number of a chunk's rows, down to a multiple of ``ranks``. Rounds up in two cases: if the
+    result would be 0, or if ``tokens`` tokens would take more than ``most_chunks`` chunks (0: no limit)."""
     rows_below = rows // ranks * ranks
     if rows_below and not (-(-tokens // rows) <= most_chunks < -(-tokens // rows_below)):
         return rows_below

@@ -118,7 +118,7 @@ class Backend:
         return out
 
     def scale_(self, tensors: Sequence[Tensor], factor: Tensor, second_factor: Tensor | None = None) -> None:
-        """Multiplies tensors by one or two factors [] in place, two tensors in one launch."""
+        """Multiplies each tensor in place by one or two factors []. A launch takes up to two tensors."""
         nonempty = [tensor for tensor in tensors if tensor.numel()]
         for i in range(0, len(nonempty), 2):
             self.scale_into(nonempty[i], nonempty[i], factor, second_factor, *nonempty[i + 1 : i + 2])

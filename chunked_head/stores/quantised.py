@@ -83,7 +83,7 @@ class QuantisedWeight:
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns a key of a tensor's memory, which is equal for tensors with the same elements in the same memory."""
+    """Returns a key that is equal for two tensors of the same address, shape, strides, dtype and device."""
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return tensor.data_ptr(), tensor.shape, strides, tensor.dtype, tensor.device
 

@@ -148,7 +148,7 @@ class Store:
 
     def fill(self, rows: Rows, out: RowStats) -> None:
         """Copies ``rows.source`` to ``rows.hidden``, with 0 where a row does not count, and makes the chunk's logits
-        [rows, vocab]. Writes the statistics that the product yields to ``out``."""
+        [rows, vocab]. Writes to ``out`` the statistics that are made along with the logits."""
 
     def statistics(self, rows: Rows, out: RowStats) -> None:
         """Writes the statistics of the latest chunk to the vectors [rows] of ``out``. If ranks share the vocabulary,
@@ -291,7 +291,7 @@ class MatmulStore(Store):
         coefficients: Coefficients,
         teacher: Stored | None,
         counted: CountedRows = ALL_ROWS,
-        partial_sums: Sequence[Tensor] = (),
+        partial_sums: Sequence[Tensor] = (),  # parts of sums over the vocabulary
     ) -> Tensor:
         """Writes the gradient of raw logits to ``dlogits``, and returns ``dlogits``. ``head``: a slice that begins at
         column ``first_column`` of the vocabulary. ``partial_sums``: for each sum over the vocabulary the memory

@@ -328,7 +328,7 @@ def kept_sets(
     inverse: Tensor,
     target: Tensor,
     ids: Tensor,
-    offsets: Tensor | None,
+    offsets: Tensor | None,  # [tokens + 1] where each token's set begins and ends in ids
     bias: Tensor | None,
     line_length: int,
     shift: int,

@@ -37,12 +37,12 @@ LAUNCH_HOOKS = [  # two lists: functions that Triton calls before, and after, ea
 
 
 def specialization(parameter: Any) -> str:
-    """The Python source of an argument's property for which Triton specialises a kernel. The launch function evaluates
-    the source as a part of the key of compiled kernels.
+    """A Python expression for the property of an argument for which Triton specialises a kernel. The generated launch
+    function evaluates the expression, and its value is a part of the key of the compiled kernel.
 
     The property of a constant is its value; of a descriptor its dtype and block; of a pointer its dtype, and whether
-    the address is a multiple of 16 bytes; of an integer whether it is 1, a multiple of 16, and within 32 bits; of any
-    other argument its type.
+    the address is a multiple of 16 bytes; of an integer three flags: whether it is 1, is a multiple of 16, fits into
+    32 bits; of any other argument its type.
     """
     name = parameter.name
     if parameter.is_constexpr:

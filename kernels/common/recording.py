@@ -298,7 +298,7 @@ class Recording:
 
     def replay(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Runs the steps and returns the sweep's results. ``inputs``: of the recorded shapes, dtypes and strides.
-        Returns None, before any step, if the recording is not usable or an allocated tensor is not aligned."""
+        Returns None, and runs no step, if the recording is not usable or memory allocated for it is not aligned."""
         if not self.usable():
             return None
         new_tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.allocations]

@@ -141,8 +141,8 @@ def mean_of_rows_kernel(
     hidden_ptr,  # [rows, hidden] 16 bit
     target_ptr,  # [rows] int64, -1 where a row does not count
     # sizes
-    rows,
-    hidden,
+    rows,  # number of rows
+    hidden,  # hidden size
     SAMPLED: tl.constexpr,  # number of rows that are read
     COLUMNS: tl.constexpr,  # columns of a program
 ):

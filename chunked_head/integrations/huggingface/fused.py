@@ -47,8 +47,8 @@ class LazyLoss:
     metrics: Sequence[Metric]
 
     def loss_from_weight(self, module: Any, hidden: Tensor, head_forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Computes the loss from the weight of ``module``; by ``loss_by_chunks`` if the weight is a DTensor.
-        ``LazyHead.run_inside`` calls this method inside of the head's call."""
+        """Computes the loss of ``hidden`` from the weight of ``module``. If the weight is a DTensor, ``loss_by_chunks``
+        computes it, by ``head_forward``. ``LazyHead.run_inside`` calls this method inside of the head's call."""
         if is_dtensor(module._parameters.get("weight")):  # inside of the head's hooks too
             return self.loss_by_chunks(hidden, head_forward)
         options = library_options(self.head_call, self.tail, module)
@@ -309,10 +309,10 @@ def gather(v: VirtualLogits, statistics_for: StatisticsFunction, dim: Any, index
 def reduction_method(
     row_statistic: Callable[[StatisticsOperand, StatisticsFunction], Tensor],
     is_of_logprobs: bool = False,
-    reduces_rows: bool = False,
+    allows_no_dim: bool = False,
 ) -> Any:
     """Makes a method of lazy logits that returns ``row_statistic`` of each row. ``is_of_logprobs``: the method reduces
-    lazy log-probabilities, not logits. ``reduces_rows``: without ``dim`` the method returns the mean over all rows."""
+    lazy log-probabilities, not logits. ``allows_no_dim``: without ``dim`` the method returns the mean over all rows."""
 
     def reduced_logits(
         v: VirtualLogits,
@@ -325,7 +325,7 @@ def reduction_method(
         operand, is_per_row = statistics_operand(v), dim in (-1, len(v.shape) - 1)
         if operand is None or is_of_logprobs != (operand.factor is not None):
             return NotImplemented
-        if not is_per_row and not (reduces_rows and dim is None and not keepdim):
+        if not is_per_row and not (allows_no_dim and dim is None and not keepdim):
             return NotImplemented
         row_values = row_statistic(operand, statistics_for)
         result = row_values if is_per_row else row_values.mean()
@@ -359,5 +359,5 @@ def mean(operand: StatisticsOperand, statistics_for: StatisticsFunction) -> Tens
 # methods of lazy logits that return statistics, by the name of the tensor's method
 STATISTICS: dict[str, Callable[..., Any]] = {
     "gather": gather, "logsumexp": reduction_method(lambda operand, statistics_for: statistics_for(operand, None).lse),
-    "sum": reduction_method(sum_of_logprobs, is_of_logprobs=True), "mean": reduction_method(mean, reduces_rows=True),
+    "sum": reduction_method(sum_of_logprobs, is_of_logprobs=True), "mean": reduction_method(mean, allows_no_dim=True),
 }  # fmt: skip

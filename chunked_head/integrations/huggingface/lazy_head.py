@@ -76,8 +76,8 @@ class LazyHead:
         return TracedLogits(virtual_logits) if torch.compiler.is_compiling() else LazyLogits.wrap(virtual_logits)
 
     def module_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the head by its class before the patch, with all hooks. A compiled head runs uncompiled if ``kwargs``
-        has a ``chunked_head_function``."""
+        """Calls the head with all hooks, by ``__call__`` of the class that the head had before the patch. A compiled
+        head runs uncompiled if ``kwargs`` has a ``chunked_head_function``."""
         is_compiled = self.class_before.__name__ == "OptimizedModule" or self._compiled_call_impl is not None
         if not is_compiled or "chunked_head_function" not in kwargs or torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]

@@ -262,10 +262,10 @@ def lazy_result(first_logits: LazyLogits, function: Any, args: Any, kwargs: dict
     if result is virtual_logits and name not in ("clone", "contiguous"):
         return first_logits
 
-    def wrapped(virtual: VirtualLogits, position: int | None = None) -> LazyLogits:
+    def wrapped(virtual: VirtualLogits, piece_index: int | None = None) -> LazyLogits:
         if is_copy:
             return LazyLogits.wrap(virtual)
-        return LazyLogits.wrap(virtual, first_logits, view_function(function, operands, kwargs, position))
+        return LazyLogits.wrap(virtual, first_logits, view_function(function, operands, kwargs, piece_index))
 
     if isinstance(result, VirtualLogits):
         return wrapped(result)
@@ -321,8 +321,8 @@ def with_computed(value: Any, purpose: str) -> Any:
 
 
 def count_computation(logits: LazyLogits, purpose: str) -> None:
-    """Notes in the model's patch that ``logits`` will be computed for ``purpose``, unless they have been computed.
-    Raises RuntimeError if the patch has the option ``strict``, and where ``is_passed_through`` raises."""
+    """Reports to the model's patch that ``purpose`` needs logits which have not been computed yet. RuntimeError if the
+    patch has the option ``strict``, and where ``is_passed_through`` raises."""
     is_passed_through(logits)  # raises
     if logits._computed is None:
         logits._virtual.head_call.patch.count_logits(purpose)

@@ -91,8 +91,8 @@ class RelativeStore(HalfStore):
             self.partial_sums = empty(*shape, dtype=torch.float32, device=device)
 
     def fill(self, rows: Rows, out: RowStats) -> None:
-        """Makes the strips' sums and, if there is a buffer, logits relative to the strips' maxima. ``FastStore`` stores
-        exponentials relative to the target's logit instead."""
+        """Writes each strip's sums to ``self.strips`` and, if there is a buffer of logits, the logits relative to the
+        strips' maxima. ``FastStore`` stores exponentials relative to the target's logit instead."""
         head, row_count, stored_logits = self.head, rows.target.shape[0], None
         logit_transform = transform(head, rows.scale)
         tile_logit = None if head.fp8 is not None else self.tile_logit[:row_count]
@@ -191,7 +191,7 @@ class RelativeStore(HalfStore):
         return self.sorted_targets(self.call_targets)
 
     def sorted_targets(self, target: Tensor) -> products.SortedColumns:
-        """Sorts targets [rows] by their column, with -1 for a column of another rank."""
+        """Sorts ``target`` [rows], columns of this rank's vocabulary or -1. A target of another rank becomes -1."""
         if self.head.add_targets is not None:
             target = target.masked_fill(target == ELSEWHERE, -1)
         # with occurrences, a token's exponentials depend on other tokens, which "deterministic" forbids
