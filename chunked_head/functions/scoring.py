@@ -103,10 +103,10 @@ def entries_of(entry: Any) -> list[tuple[float, int]]:
     """Pairs (log-probability, id) of a token's entry in vLLM's or SGLang's format; [] for None."""
     if not isinstance(entry, Mapping):
         return [(float(logprob), int(token_id)) for logprob, token_id, *_ in entry or ()]
-    fields_by_id = {
-        int(token_id): fields if isinstance(fields, Mapping) else vars(fields) for token_id, fields in entry.items()
-    }
-    return [(float(fields["logprob"]), token_id) for token_id, fields in fields_by_id.items()]
+    return [
+        (float((fields if isinstance(fields, Mapping) else vars(fields))["logprob"]), int(token_id))
+        for token_id, fields in entry.items()
+    ]
 
 
 def dump_prompt_logprobs(ids: Tensor, results: Any, engine: str = "vllm") -> Any:

@@ -215,7 +215,7 @@ def row_grad(
         gradient, log_p_by_view = torch.zeros_like(x), []
         is_counted = (row_terms.target >= 0).unsqueeze(1)
         for softmax in row_terms.softmaxes:
-            log_p = logprobs(x if softmax.ratio is None else x * softmax.ratio, *softmax[:2])
+            log_p = logprobs(x if softmax.ratio is None else x * softmax.ratio, softmax.lse_base, softmax.neg_log_sum)
             if softmax.columns is not None:
                 log_p[:, softmax.columns :] = -torch.inf
             log_p_by_view.append(log_p)
